@@ -1,0 +1,87 @@
+"""imgsum.Error and its kinds. The text of a message is made here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+
+def printable(name: str) -> str:
+    """NAME fit for a message: control and undecodable characters escaped, so that no terminal obeys them."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else _escape(c) for c in name)
+
+
+def _escape(char: str) -> str:
+    if "\udc80" <= char <= "\udcff":  # a byte that was not UTF-8, as os.fsdecode() keeps it
+        return f"\\x{ord(char) - 0xDC00:02x}"
+    return char.encode("unicode_escape").decode("ascii")
+
+
+class Error(Exception):
+    """Base of everything imgsum raises on purpose.
+
+    reason: what is wrong, in lower case, without the name.
+    name: the image it is about, as the user gave it; filled in by whoever knows it.
+    offset: where in the image's content or file, in bytes, or None.
+    """
+
+    exit_status = 2
+
+    def __init__(self, reason: str, *, name: str | None = None, offset: int | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.name = name
+        self.offset = offset
+
+    def about(self, name: str) -> Error:
+        """The same error, about NAME unless it already says what it is about."""
+        if self.name is None:
+            self.name = name
+        return self
+
+    def message(self) -> str:
+        """One printable line without the name: the reason, and the offset where there is one."""
+        text = printable(" ".join(self.reason.split()) if "\n" in self.reason else self.reason)
+        return text if self.offset is None else f"{text} at offset {self.offset}"
+
+    def __str__(self) -> str:
+        return self.message() if self.name is None else f"{printable(self.name)}: {self.message()}"
+
+
+class UsageError(Error):
+    """The call makes no sense: an option, a value, or two that exclude each other."""
+
+
+class OpenError(Error):
+    """The image is not there, or may not or cannot be opened."""
+
+
+class RefusedError(Error):
+    """The image could be read, but a rule says not to: locked, untrusted, a protocol name, a lossy format."""
+
+
+class FormatError(Error):
+    """The image says it is of a format, and breaks that format's rules."""
+
+
+class TruncatedError(FormatError):
+    """The image's file ends before something that the image refers to."""
+
+
+class ReadError(Error):
+    """Content could not be read. `offset` is set."""
+
+
+class ChangedError(Error):
+    """The image changed while it was read."""
+
+
+class MissingError(Error):
+    """A program or library that this image needs is not installed."""
+
+
+def os_error_reason(error: OSError) -> str:
+    """What the system says of ERROR, in lower case as messages are, e.g. `no such file or directory`."""
+    text = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text

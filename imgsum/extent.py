@@ -1,0 +1,68 @@
+"""Extents: which parts of an image are certainly zero. Pure, lazy functions on runs of extents.
+
+Every run here is in order and exactly tiles the range it is about. Nothing is collected: a run over an image of any
+size and fragmentation passes through in constant memory, and its beginning is known long before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """`length` > 0 bytes of content from `start`. `zero` only when a guest certainly reads zeros there."""
+
+    start: int
+    length: int
+    zero: bool
+
+    @property
+    def end(self) -> int:
+        """The offset after the last byte."""
+        return self.start + self.length
+
+
+def align(extents: Iterable[Extent], block_size: int, start: int, end: int) -> Iterator[Extent]:
+    """EXTENTS, which tile START..END, with every boundary moved to a block boundary.
+
+    Blocks are counted from START; the last one may be shorter. A block is zero when all of it is, and data when any
+    of it is, so zero extents shrink and data extents grow. Neighbours of one kind are not merged.
+    """
+    done = start  # all before it was yielded; on a block boundary
+    dirty = False  # the block at `done` begins in an extent seen before, and has data
+    for extent in extents:
+        if dirty and extent.zero:
+            block_end = min(done + block_size, end)
+            if extent.end < block_end:
+                continue
+            yield Extent(done, block_end - done, False)
+            done, dirty = block_end, False
+        whole = end if extent.end >= end else start + (extent.end - start) // block_size * block_size
+        if whole > done:
+            yield Extent(done, whole - done, extent.zero)
+            done, dirty = whole, False
+        if not extent.zero and extent.end > done:
+            dirty = True
+
+
+def coalesce(extents: Iterable[Extent], most: int, most_zero: int) -> Iterator[Extent]:
+    """EXTENTS as pieces: neighbours of one kind merged, cut at MOST bytes of data and MOST_ZERO of zeros.
+
+    A piece is yielded as soon as it is full, so nothing waits for the end of a long run.
+    """
+    start = length = 0
+    zero = False
+    for extent in extents:
+        if length and extent.zero != zero:
+            yield Extent(start, length, zero)
+            length = 0
+        if not length:
+            start, zero = extent.start, extent.zero
+        length += extent.length
+        limit = most_zero if zero else most
+        while length >= limit:
+            yield Extent(start, limit, zero)
+            start, length = start + limit, length - limit
+    if length:
+        yield Extent(start, length, zero)

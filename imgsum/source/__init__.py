@@ -1,0 +1,89 @@
+"""Where bytes come from: the Source protocol and the one function that opens them.
+
+A source knows its size, which parts of it are certainly zero, and how to read the rest. It knows nothing of digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from imgsum.extent import Extent
+from imgsum.units import MIB
+
+
+class OpenOptions(NamedTuple):
+    """How images are opened. Sizes in bytes, times in seconds."""
+
+    format: str | None = None
+    """The image's format; None detects it. Never overruled: with `raw` no header is parsed."""
+    direct: bool = False
+    """-T none: read with O_DIRECT where the file system can."""
+    force_share: bool = False
+    """Read an image that a running virtual machine has open for writing."""
+    extents: bool = True
+    """False: nothing is taken for zero without being read."""
+    untrusted: bool = False
+    """The image is a stranger's: refuse whatever makes it refer to anything but itself."""
+    max_size: int | None = None
+    """Refuse images whose content is larger."""
+    reader: str = "auto"
+    """Who reads qcow2: `native`, `qemu` (a private qemu-nbd), or `auto`."""
+    request_size: int = MIB
+    """The most that one read asks for. A power of two."""
+    queue_size: int = 16 * MIB
+    """The most that is in flight, over all workers; one request may exceed it."""
+    connections: int | None = None
+    """NBD connections; None: one for each worker when the server allows it."""
+    connect_timeout: float = 30.0
+    """How long an NBD server may take until it is ready."""
+    io_timeout: float | None = None
+    """How long an NBD server may take to answer a request; None: for ever."""
+    secret_file: str | None = None
+    """A file with the secret of an encrypted image."""
+    snapshot: str | None = None
+    """The name or ID of an internal snapshot (qcow2) to read instead of the active layer."""
+
+
+class Reader(Protocol):
+    """One worker's way to read a source. A reader is used by one thread at a time."""
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of BUFFER with the content at OFFSET, or raise an imgsum.Error with the offset.
+
+        BUFFER is writable, begins on a page boundary, and is not empty. OFFSET..OFFSET+len(BUFFER) is inside the
+        size, if that is known.
+        """
+
+    def close(self) -> None:
+        """Give back what the reader holds. The source stays open."""
+
+
+class Source(Protocol):
+    """An open image. Its methods are called by the feeding thread; its readers by the workers."""
+
+    name: str
+    """As the user gave it."""
+    format: str
+    """QEMU's name of the format: raw, qcow2, vmdk ..."""
+    size: int
+    """Bytes of content."""
+
+    def extents(self, start: int, length: int) -> Iterator[Extent]:
+        """The extents of START..START+LENGTH: in order, not empty, exactly tiling that range.
+
+        They come lazily: at no time is more asked of the source, or held, than a bounded stretch of it. The source
+        may be read meanwhile. An extent is `zero` only when that is certain; what a source can't tell is data.
+        """
+
+    def reader(self) -> Reader:
+        """A reader for one worker. May be called from that worker's thread, and may raise an imgsum.Error."""
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if the content may have changed since the source was opened."""
+
+    def facts(self) -> dict[str, object]:
+        """What --stats should say of how this source was read, e.g. that O_DIRECT was not possible."""
+
+    def close(self) -> None:
+        """Give back everything: descriptors, connections, children, directories."""
