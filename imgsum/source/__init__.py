@@ -5,11 +5,22 @@ A source knows its size, which parts of it are certainly zero, and how to read t
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from imgsum.errors import Error, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.units import MIB
+
+if TYPE_CHECKING:
+    from imgsum.source.stream import Stream
+
+FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc")
+"""What -f takes: QEMU's names. `luks` is not one of them: its content for us is the container, as raw."""
+
+_NBD_SCHEMES = ("nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd+vsock://", "nbds+vsock://")
 
 
 class OpenOptions(NamedTuple):
@@ -87,3 +98,54 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Give back everything: descriptors, connections, children, directories."""
+
+
+def open_source(image: str, options: OpenOptions) -> Source | Stream:
+    """Open IMAGE: a path, `-`, or an NBD URI. Raises an imgsum.Error about IMAGE.
+
+    A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
+    """
+    try:
+        if image.startswith(_NBD_SCHEMES):
+            raise OpenError("NBD exports can't be read yet")
+        if is_stream(image):
+            from imgsum.source.stream import Stream
+
+            if options.format not in (None, "raw"):
+                raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
+            return Stream(image)
+        return _open_file(image, options)
+    except Error as error:
+        raise error.about(image) from error.__cause__
+
+
+def is_stream(image: str) -> bool:
+    """Whether IMAGE is read from its current position to its end: `-`, /dev/fd/N and the like, or a FIFO."""
+    from imgsum.source.stream import stream_descriptor
+
+    if stream_descriptor(image) is not None:
+        return True
+    try:
+        return stat.S_ISFIFO(os.stat(image).st_mode)
+    except (OSError, ValueError):
+        return False  # opening it will say why
+
+
+def _open_file(path: str, options: OpenOptions) -> Source:
+    from imgsum.source import probe
+    from imgsum.source.file import HostFile, RawSource
+
+    file = HostFile(path, path, options)
+    try:
+        name = options.format
+        if name is None:
+            name = probe.detect(
+                file.read_bytes(0, probe.HEAD_SIZE),
+                file.read_bytes(max(0, file.size - probe.TAIL_SIZE), probe.TAIL_SIZE),
+            )
+        if name == "raw":
+            return RawSource(file, options)
+        raise RefusedError(f"is a {name} image, which can't be read yet (-f raw reads the container's own bytes)")
+    except BaseException:
+        file.close()
+        raise

@@ -1,0 +1,292 @@
+"""Raw files and block devices: positional reads, O_DIRECT, holes, and the locks of a running QEMU.
+
+HostFile is an open file or device of this host, and what every local format reads through; RawSource is the one
+whose content is exactly the file's bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator
+
+from imgsum.errors import ChangedError, Error, OpenError, ReadError, RefusedError, os_error_reason
+from imgsum.extent import Extent
+from imgsum.source import OpenOptions
+
+DIRECT_ALIGN = 4096
+"""What O_DIRECT offsets, lengths and addresses are aligned to, in bytes: enough for sectors of 512 and of 4096."""
+
+# QEMU's image locks (block/file-posix.c): byte 100 + i is locked while somebody uses permission i, and byte 200 + i
+# while somebody does not let others use it. Permissions: 0 consistent read, 1 write, 3 resize.
+_LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED = 101, 103, 200
+_FLOCK = struct.Struct("hhqqi4x")
+
+_FS_IOC_FIEMAP = 0xC020660B
+_FIEMAP = struct.Struct("=QQLLLL")
+_FIEMAP_FLAG_SYNC = 1
+_TMPFS_MAGIC = 0x01021994
+
+
+class HostFile:
+    """A regular file or block device of this host, open for reading. Reads are safe from any thread."""
+
+    def __init__(self, path: str, name: str, options: OpenOptions) -> None:
+        """Open PATH. Messages call it NAME. Raises OpenError, RefusedError."""
+        self.path = path
+        self.name = name
+        self.fd = _open(path, name)
+        try:
+            status = os.fstat(self.fd)
+            self.is_block_device = stat.S_ISBLK(status.st_mode)
+            if not (self.is_block_device or stat.S_ISREG(status.st_mode)):
+                raise OpenError(f"is a {_kind(status.st_mode)}", name=name)
+            self.identity = (status.st_rdev,) if self.is_block_device else (status.st_dev, status.st_ino)
+            """The same for two names of one file."""
+            # A block device has st_size 0; seeking to the end gives the size of both.
+            self.size: int = os.lseek(self.fd, 0, os.SEEK_END)
+            self._mtime_ns = status.st_mtime_ns
+            self._check_lock = not options.force_share
+            self.check_not_in_use()
+            self.direct = options.direct and self._set_direct(True)
+            self.direct_refused = options.direct and not self.direct
+        except OSError as error:
+            os.close(self.fd)
+            raise OpenError(os_error_reason(error), name=name) from error
+        except Error:
+            os.close(self.fd)
+            raise
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of BUFFER from OFFSET of the file. Raises ReadError, or ChangedError where the file now ends."""
+        done, length = 0, len(buffer)
+        while done < length:
+            try:
+                count = self._read_some(offset + done, buffer[done:] if done else buffer)
+            except OSError as error:
+                raise ReadError(os_error_reason(error), name=self.name, offset=offset + done) from error
+            if count == 0:
+                raise ChangedError("the file became shorter while it was read", name=self.name, offset=offset + done)
+            done += count
+
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes from OFFSET of the file, fewer where the file ends. For headers and tables. Raises ReadError."""
+        length = max(0, min(length, self.size - offset))
+        buffer = bytearray(length)
+        if length:
+            self.read(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if the file was written to, or RefusedError if somebody opened it for that."""
+        try:
+            status = os.fstat(self.fd)
+            size = os.lseek(self.fd, 0, os.SEEK_END)
+        except OSError as error:
+            raise ReadError(os_error_reason(error), name=self.name) from error
+        if size != self.size:
+            raise ChangedError(f"the file changed from {self.size} to {size} bytes while it was read", name=self.name)
+        if not self.is_block_device and status.st_mtime_ns != self._mtime_ns:
+            raise ChangedError("the file was modified while it was read", name=self.name)
+        self.check_not_in_use()
+
+    def check_not_in_use(self) -> None:
+        """Raise RefusedError while a QEMU process has the image open for writing, as qemu-img does."""
+        if not self._check_lock:
+            return
+        for byte in (_LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED):
+            question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            try:
+                answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, question)
+            except OSError:
+                return  # no such locks on this file system, so QEMU has none either
+            # A reader that keeps writers out has locks on bytes 100, 201 and 203, never on these.
+            if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
+                raise RefusedError(
+                    "is in use: a running virtual machine or QEMU tool has it open for writing"
+                    " (-U reads it anyway, and what is read may be inconsistent)",
+                    name=self.name,
+                )
+
+    def close(self) -> None:
+        """Close the descriptor. Closing twice is harmless."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _read_some(self, offset: int, buffer: memoryview) -> int:
+        """Bytes read from OFFSET into the beginning of BUFFER; 0 where the file ends."""
+        if not self.direct:
+            return os.preadv(self.fd, [buffer], offset)
+        whole = len(buffer) // DIRECT_ALIGN * DIRECT_ALIGN
+        if offset % DIRECT_ALIGN == 0 and whole:
+            try:
+                return os.preadv(self.fd, [buffer[:whole]], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # This address or this device wants more; go on with a buffer of our own.
+        return self._read_unaligned(offset, buffer)
+
+    def _read_unaligned(self, offset: int, buffer: memoryview) -> int:
+        """As _read_some with O_DIRECT, for offsets, lengths and addresses that are not aligned: by a copy."""
+        skip = offset % DIRECT_ALIGN
+        length = -(-(skip + len(buffer)) // DIRECT_ALIGN) * DIRECT_ALIGN
+        with mmap.mmap(-1, length) as bounce, memoryview(bounce) as view:
+            try:
+                count = os.preadv(self.fd, [view], offset - skip) - skip
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._set_direct(False)
+                self.direct, self.direct_refused = False, True
+                return os.preadv(self.fd, [buffer], offset)
+            count = max(0, min(count, len(buffer)))
+            buffer[:count] = view[skip : skip + count]
+        return count
+
+    def _set_direct(self, direct: bool) -> bool:
+        """Whether the descriptor now is in the mode that was asked for."""
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return True
+
+
+class RawSource:
+    """A file or device whose content is exactly its bytes. Satisfies Source."""
+
+    format = "raw"
+
+    def __init__(self, file: HostFile, options: OpenOptions) -> None:
+        self.file = file
+        self.name = file.name
+        self.size = file.size
+        self._ask_holes = options.extents
+        self._holes_proven = False
+
+    def extents(self, start: int, length: int) -> Iterator[Extent]:
+        """See Source. Data where the file system can't tell, or contradicts itself."""
+        at, end = start, start + length
+        while at < end:
+            if not self._ask_holes:
+                yield Extent(at, end - at, False)
+                return
+            data, hole = self._next_data(at, end)
+            if data > at:
+                yield Extent(at, data - at, True)
+            if hole > data:
+                yield Extent(data, hole - data, False)
+            at = hole
+
+    def _next_data(self, at: int, end: int) -> tuple[int, int]:
+        """The first run of data in AT..END, as AT <= data <= hole <= END: a hole lies before it. Moves on always."""
+        fd = self.file.fd
+        try:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            # Only ENXIO means "no data from here on"; EINVAL, EOPNOTSUPP, EIO mean "I can't tell".
+            if error.errno == errno.ENXIO and (self._holes_proven or self._is_really_a_hole()):
+                return end, end
+            self._ask_holes = False
+            return at, end
+        if data < at:  # zfs and gluster have answered less than asked for at a trailing hole
+            self._ask_holes = False
+            return at, end
+        if data >= end:
+            return end, end
+        try:
+            hole = os.lseek(fd, data, os.SEEK_HOLE)
+        except OSError:
+            hole = data
+        if hole <= data:
+            self._ask_holes = False
+            return data, end
+        self._holes_proven = True
+        return data, min(hole, end)
+
+    def _is_really_a_hole(self) -> bool:
+        """Whether to believe SEEK_DATA that all of the file is one hole.
+
+        virtiofs, and file systems with delayed allocation, have said so of files with data, while st_blocks was 0.
+        So it takes a second witness: allocated blocks that the file system itself calls unwritten, a map of the
+        file's extents that is empty after a flush, or tmpfs, which has no disk to be late for.
+        """
+        if os.fstat(self.file.fd).st_blocks:
+            return True
+        request = bytearray(_FIEMAP.pack(0, self.size, _FIEMAP_FLAG_SYNC, 0, 0, 0))
+        try:
+            fcntl.ioctl(self.file.fd, _FS_IOC_FIEMAP, request)
+        except OSError:
+            return _is_tmpfs(self.file.fd)
+        return bool(_FIEMAP.unpack(request)[3] == 0)
+
+    def reader(self) -> RawReader:
+        """See Source."""
+        return RawReader(self.file)
+
+    def check_unchanged(self) -> None:
+        """See Source."""
+        self.file.check_unchanged()
+
+    def facts(self) -> dict[str, object]:
+        """See Source."""
+        return cache_fact(self.file)
+
+    def close(self) -> None:
+        """See Source."""
+        self.file.close()
+
+
+class RawReader:
+    """Reads a HostFile for one worker: positional reads have no state, so it holds nothing. Satisfies Reader."""
+
+    def __init__(self, file: HostFile) -> None:
+        self.read = file.read
+
+    def close(self) -> None:
+        """See Reader."""
+
+
+def cache_fact(file: HostFile) -> dict[str, object]:
+    """What --stats says of FILE's cache mode, with a remark where O_DIRECT was asked for and not possible."""
+    facts: dict[str, object] = {"cache": "none" if file.direct else "writeback"}
+    if file.direct_refused:
+        facts["cache_note"] = "O_DIRECT is not possible here: read through the page cache"
+    return facts
+
+
+def _open(path: str, name: str) -> int:
+    """A descriptor for PATH. O_NONBLOCK, so that a FIFO that took the file's place can't hang us."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = os_error_reason(error) if isinstance(error, OSError) else str(error)
+        raise OpenError(reason, name=name) from error
+
+
+def _kind(mode: int) -> str:
+    for test, kind in (
+        (stat.S_ISDIR, "directory"),
+        (stat.S_ISCHR, "character device"),
+        (stat.S_ISSOCK, "socket"),
+        (stat.S_ISFIFO, "named pipe"),
+    ):
+        if test(mode):
+            return kind
+    return "special file"
+
+
+def _is_tmpfs(fd: int) -> bool:
+    import ctypes  # 3 ms, and hardly ever needed
+
+    buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; its first word is f_type
+    if ctypes.CDLL(None, use_errno=True).fstatfs(fd, buffer) != 0:
+        return False
+    return int(ctypes.c_long.from_buffer(buffer).value) == _TMPFS_MAGIC
