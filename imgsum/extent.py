@@ -23,6 +23,28 @@ class Extent(NamedTuple):
         return self.start + self.length
 
 
+def tile(extents: Iterable[Extent], start: int, end: int) -> Iterator[Extent]:
+    """EXTENTS, whatever a source answered, as a run that exactly tiles START..END.
+
+    What is missing is data, what was said before or lies outside is dropped: only what was said to be zero is zero.
+    """
+    at = start
+    for extent in extents:
+        if extent.start > at:
+            gap_end = min(extent.start, end)
+            if gap_end > at:
+                yield Extent(at, gap_end - at, False)
+                at = gap_end
+        extent_end = min(extent.end, end)
+        if extent_end > at:
+            yield Extent(at, extent_end - at, extent.zero)
+            at = extent_end
+        if at >= end:
+            return
+    if at < end:
+        yield Extent(at, end - at, False)
+
+
 def align(extents: Iterable[Extent], block_size: int, start: int, end: int) -> Iterator[Extent]:
     """EXTENTS, which tile START..END, with every boundary moved to a block boundary.
 

@@ -33,7 +33,7 @@ class OpenOptions(NamedTuple):
     force_share: bool = False
     """Read an image that a running virtual machine has open for writing."""
     extents: bool = True
-    """False: nothing is taken for zero without being read."""
+    """False: nothing is taken for zero without being read. Content sees to that; sources needn't."""
     untrusted: bool = False
     """The image is a stranger's: refuse whatever makes it refer to anything but itself."""
     max_size: int | None = None
@@ -144,7 +144,7 @@ def _open_file(path: str, options: OpenOptions) -> Source:
                 file.read_bytes(max(0, file.size - probe.TAIL_SIZE), probe.TAIL_SIZE),
             )
         if name == "raw":
-            return RawSource(file, options)
+            return RawSource(file)
         raise RefusedError(f"is a {name} image, which can't be read yet (-f raw reads the container's own bytes)")
     except BaseException:
         file.close()

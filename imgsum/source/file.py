@@ -164,11 +164,11 @@ class RawSource:
 
     format = "raw"
 
-    def __init__(self, file: HostFile, options: OpenOptions) -> None:
+    def __init__(self, file: HostFile) -> None:
         self.file = file
         self.name = file.name
         self.size = file.size
-        self._ask_holes = options.extents
+        self._ask_holes = True
         self._holes_proven = False
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:

@@ -59,6 +59,10 @@ class Stream:
         if self._mtime_ns is not None and os.fstat(self.fd).st_mtime_ns != self._mtime_ns:
             raise ChangedError("the file was modified while it was read", name=self.name)
 
+    def facts(self) -> dict[str, object]:
+        """As a Source's: nothing to tell."""
+        return {}
+
     def close(self) -> None:
         """Close our descriptor."""
         os.close(self.fd)

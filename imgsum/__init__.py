@@ -1,0 +1,42 @@
+"""imgsum: the checksum for disk images.
+
+The checksum is of the content that a guest would read, whatever the format. One byte travels so, and the modules are
+best read in that order:
+
+    cli -> source -> extent -> content -> pipeline -> digest -> blkhash -> report
+           (where)   (what)    (range)   (8 workers)  (H)      (in order)  (print)
+
+checksums.py puts these together for `imgsum checksum`. Everything below is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from imgsum.checksums import Checksum, Stats, checksum
+    from imgsum.errors import Error
+    from imgsum.source import OpenOptions
+
+__all__ = ["Checksum", "Error", "OpenOptions", "Stats", "__version__", "checksum"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checksum": "checksums",
+    "Error": "errors",
+    "OpenOptions": "source",
+    "Stats": "checksums",
+    "checksum": "checksums",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for: `import imgsum` itself costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'imgsum' has no attribute '{name}'")
+    from importlib import import_module
+
+    value = getattr(import_module(f"imgsum.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

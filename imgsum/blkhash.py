@@ -1,0 +1,87 @@
+"""The construction: block digests, in order, into the checksum of an image. Frozen: any change is a major version.
+
+    checksum = H( H(block 1) || H(block 2) || ... || H(block N) || size as 64-bit little endian )
+
+A block is 64 KiB of content; the last one may be shorter and is hashed as it is. The value is that of blksum 0.11
+and its library blkhash. imageio's, of oVirt, is the same without the size, by blake2b-256 over blocks of 4 MiB.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from imgsum import digest
+from imgsum.digest import Algorithm
+from imgsum.errors import UsageError
+from imgsum.units import KIB, MIB
+
+BLOCK_SIZE = 64 * KIB
+SMALLEST_BLOCK, LARGEST_BLOCK = 512, 32 * MIB
+
+_ZEROS = bytes(64 * KIB)
+_ZERO_RUN = 256 * KIB  # bytes of repeated zero digests for each update: more is no faster
+
+
+class Construction(NamedTuple):
+    """What decides the value of a checksum, besides the content."""
+
+    name: str
+    algorithm: Algorithm
+    block_size: int
+    size_at_end: bool
+
+
+def construction(name: str = "blkhash", algorithm: str | None = None, block_size: int | None = None) -> Construction:
+    """The construction NAME, `blkhash` or `imageio`. Only blkhash has a choice of algorithm and block size.
+
+    BLOCK_SIZE: bytes, a power of two. Raises UsageError.
+    """
+    if name == "imageio":
+        if algorithm is not None or block_size is not None:
+            raise UsageError("the imageio construction has its own algorithm and block size")
+        return Construction(name, digest.blake2b_256(), 4 * MIB, size_at_end=False)
+    if name != "blkhash":
+        raise UsageError(f"unknown construction '{name}' (blkhash or imageio)")
+    if block_size is None:
+        block_size = BLOCK_SIZE
+    if block_size & (block_size - 1) or not SMALLEST_BLOCK <= block_size <= LARGEST_BLOCK:
+        raise UsageError(f"block size must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}: {block_size}")
+    return Construction(name, digest.load(algorithm or digest.DEFAULT), block_size, size_at_end=True)
+
+
+def zero_digest(algorithm: Algorithm, length: int) -> bytes:
+    """H of LENGTH zeros."""
+    h = algorithm.new()
+    for at in range(0, length, len(_ZEROS)):
+        h.update(_ZEROS[: min(len(_ZEROS), length - at)])
+    return h.digest()
+
+
+class BlkHash:
+    """One image's checksum in the making. Digests and runs of zero blocks are given in content order."""
+
+    def __init__(self, how: Construction) -> None:
+        self._outer = how.algorithm.new()
+        self._size_at_end = how.size_at_end
+        self.zero_digest = zero_digest(how.algorithm, how.block_size)
+        self._zero_run = b""
+
+    def update(self, digests: bytes) -> None:
+        """Add the digests of one or more blocks, laid end to end."""
+        self._outer.update(digests)
+
+    def zero(self, count: int) -> None:
+        """Add COUNT whole blocks of zeros, at the cost of the outer hash alone."""
+        size = len(self.zero_digest)
+        if not self._zero_run and count * size >= _ZERO_RUN:
+            self._zero_run = self.zero_digest * (_ZERO_RUN // size)
+        whole, rest = divmod(count, _ZERO_RUN // size)
+        for _ in range(whole):
+            self._outer.update(self._zero_run)
+        self._outer.update(self.zero_digest * rest)
+
+    def finish(self, size: int) -> str:
+        """The checksum, as lower-case hex, of an image of SIZE bytes. Nothing may follow."""
+        if self._size_at_end:
+            self._outer.update(size.to_bytes(8, "little"))
+        return self._outer.digest().hex()

@@ -1,0 +1,112 @@
+"""Algorithm names -> H. A package is imported when an algorithm of it is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from imgsum.errors import UsageError
+
+
+class Hash(Protocol):
+    """What hashlib, blake3 and xxhash have in common."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None:
+        """Hash DATA too."""
+
+    def digest(self) -> bytes:
+        """The digest of all that was hashed."""
+
+
+class Algorithm(NamedTuple):
+    """A hash function of fixed digest length."""
+
+    name: str
+    """Canonical: lower case, as in `imgsum algorithms`, JSON and tags."""
+    digest_size: int
+    """Bytes."""
+    cryptographic: bool
+    """False: finds accidents, not attacks."""
+    new: Callable[..., Hash]
+    """new() or new(data)."""
+
+
+DEFAULT = "sha256"
+NOT_CRYPTOGRAPHIC = ("xxh3-128", "xxh3-64", "xxh64")
+
+# OpenSSL's spellings of what hashlib calls by another name.
+_ALIASES = {"blake2b512": "blake2b", "blake2s256": "blake2s", "xxh128": "xxh3-128", "sha2-256": "sha256"}
+_NO_FIXED_LENGTH = re.compile(r"shake.*")
+
+
+def canonical(name: str) -> str:
+    """The canonical spelling of an algorithm's NAME, known or not: `SHA3_256` is `sha3-256`."""
+    name = name.lower().replace("_", "-").replace("sha512/", "sha512-")
+    return _ALIASES.get(name, name)
+
+
+def load(name: str) -> Algorithm:
+    """The algorithm called NAME, in any spelling. Raises UsageError."""
+    name = canonical(name)
+    if name == "blake3":
+        from blake3 import blake3
+
+        return Algorithm(name, 32, True, blake3)
+    if name in NOT_CRYPTOGRAPHIC:
+        import xxhash
+
+        new = {"xxh3-128": xxhash.xxh3_128, "xxh3-64": xxhash.xxh3_64, "xxh64": xxhash.xxh64}[name]
+        return Algorithm(name, new().digest_size, False, new)
+    return _load_hashlib(name)
+
+
+def blake2b_256() -> Algorithm:
+    """blake2b with 32-byte digests: imageio's. Not to be chosen by name, as it is another function than blake2b."""
+    import hashlib
+
+    def new(data: bytes | memoryview = b"") -> Hash:
+        return hashlib.blake2b(data, digest_size=32)
+
+    return Algorithm("blake2b-256", 32, True, new)
+
+
+def _load_hashlib(name: str) -> Algorithm:
+    import hashlib
+
+    if not _NO_FIXED_LENGTH.match(name):
+        # The constructors of the module are the fastest where there is one; new() knows OpenSSL's others.
+        for spelling in (name.replace("-", "_"), name):
+            if spelling in hashlib.algorithms_guaranteed:
+                new = getattr(hashlib, spelling)
+            elif spelling in hashlib.algorithms_available:
+                new = _openssl_constructor(spelling)
+            else:
+                continue
+            try:
+                return Algorithm(name, new().digest_size, True, new)
+            except ValueError:
+                break  # listed, but this OpenSSL has it disabled
+    raise UsageError(f"unknown algorithm '{name}' (`imgsum algorithms` lists what there is)")
+
+
+def _openssl_constructor(spelling: str) -> Callable[..., Hash]:
+    import hashlib
+
+    def new(data: bytes | memoryview = b"") -> Hash:
+        return hashlib.new(spelling, data)
+
+    return new
+
+
+def available() -> list[Algorithm]:
+    """Every algorithm that load() takes here, the cryptographic ones first."""
+    import hashlib
+
+    found: dict[str, Algorithm] = {}
+    for name in sorted({canonical(spelling) for spelling in hashlib.algorithms_available} | {"blake3"}):
+        try:
+            found[name] = load(name)
+        except UsageError:
+            continue
+    return [*found.values(), *map(load, NOT_CRYPTOGRAPHIC)]
