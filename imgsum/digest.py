@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from imgsum.errors import UsageError
 
@@ -52,7 +52,7 @@ def load(name: str) -> Algorithm:
     if name == "blake3":
         from blake3 import blake3
 
-        return Algorithm(name, 32, True, blake3)
+        return Algorithm(name, 32, True, cast("Callable[..., Hash]", blake3))
     if name in NOT_CRYPTOGRAPHIC:
         import xxhash
 

@@ -28,9 +28,7 @@ def parse_power_of_two(text: str, smallest: int, largest: int) -> int:
     """Bytes of TEXT, which must be a power of two from SMALLEST to LARGEST. Raises UsageError."""
     size = parse_size(text)
     if size & (size - 1) or not smallest <= size <= largest:
-        raise UsageError(
-            f"not a power of two from {format_size(smallest)} to {format_size(largest)}: '{text}'"
-        )
+        raise UsageError(f"not a power of two from {format_size(smallest)} to {format_size(largest)}: '{text}'")
     return size
 
 

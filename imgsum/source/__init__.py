@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from imgsum.errors import Error, OpenError, RefusedError, UsageError
@@ -100,11 +100,13 @@ class Source(Protocol):
         """Give back everything: descriptors, connections, children, directories."""
 
 
-def open_source(image: str, options: OpenOptions) -> Source | Stream:
-    """Open IMAGE: a path, `-`, or an NBD URI. Raises an imgsum.Error about IMAGE.
+def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
+    """Open IMAGE: a path, `-`, an NBD URI, or the words of a command that serves NBD. Raises an imgsum.Error.
 
     A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
     """
+    if not isinstance(image, str):
+        raise OpenError("commands that serve NBD can't be read yet")
     try:
         if image.startswith(_NBD_SCHEMES):
             raise OpenError("NBD exports can't be read yet")

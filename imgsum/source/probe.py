@@ -22,6 +22,8 @@ _STARTS = (
     (b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop", "cloop"),
 )
 
+_ENDS = ((b"conectix", "vpc"), (b"koly", "dmg"))
+
 # A VMDK descriptor is text: comments and blank lines, then its version.
 _VMDK_DESCRIPTOR = re.compile(rb"(?:#[^\n]*\n|[ \r]*\n)*version=[123]\r?\n")
 
@@ -39,8 +41,7 @@ def detect(head: bytes, tail: bytes) -> str:
         return "vdi"
     if _VMDK_DESCRIPTOR.match(head):
         return "vmdk"
-    if tail.startswith(b"conectix"):
-        return "vpc"
-    if tail.startswith(b"koly"):
-        return "dmg"
+    for magic, name in _ENDS:
+        if tail.startswith(magic):
+            return name
     return "raw"

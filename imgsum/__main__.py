@@ -1,0 +1,5 @@
+"""`python -m imgsum` is the command."""
+
+from imgsum.cli import main
+
+main()

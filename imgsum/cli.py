@@ -1,0 +1,196 @@
+"""Arguments -> calls -> exit status; signals. The only module that ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from imgsum.errors import Error, UsageError, printable
+
+if TYPE_CHECKING:
+    from imgsum.checksums import Watcher
+    from imgsum.options import Arguments
+    from imgsum.source import OpenOptions
+
+OK, DIFFERENT, TROUBLE = 0, 1, 2
+
+
+class Interrupted(BaseException):
+    """A signal that ends the process arrived; everything is given back on the way up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def main() -> None:
+    """The command: does as sys.argv says, and ends the process."""
+    _occupy_standard_descriptors()
+    _catch_signals()
+    try:
+        status = run(sys.argv[1:])
+    except Interrupted as interrupted:
+        _die_by(interrupted.number)
+    except BrokenPipeError:
+        _die_by(signal.SIGPIPE)
+    sys.exit(status)
+
+
+def run(argv: list[str]) -> int:
+    """Do as ARGV says, and return the exit status."""
+    from imgsum import options, report
+
+    try:
+        arguments = options.parse(argv)
+        return _RUN[arguments.command](arguments)
+    except SystemExit as end:  # argparse has printed the help or the version
+        sys.stdout.flush()
+        return end.code if isinstance(end.code, int) else TROUBLE
+    except BrokenPipeError:
+        raise
+    except Error as error:
+        _debug()
+        report.warn(str(error))
+        return error.exit_status
+    except Exception as error:
+        _debug()
+        report.warn(f"internal error: {printable(repr(error))} (IMGSUM_DEBUG=1 shows where; please report it)")
+        return TROUBLE
+
+
+def _checksum(arguments: Arguments) -> int:
+    from imgsum import blkhash, report
+    from imgsum.checksums import Checksum, checksum_images
+
+    how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
+    names = arguments.names or ["-"]
+    status = OK
+    watcher = _watcher(arguments, len(names))
+    try:
+        for result in checksum_images(
+            [getattr(name, "words", name) for name in names],
+            how,
+            _open_options(arguments),
+            offset=arguments.offset,
+            length=arguments.length,
+            watcher=watcher,
+        ):
+            if isinstance(result, Checksum):
+                if arguments.json:
+                    report.write(report.checksum_json(result, stats=arguments.stats))
+                else:
+                    line = report.checksum_line(result, tag=arguments.tag, zero=arguments.zero)
+                    report.write(line, end="\0" if arguments.zero else "\n")
+                    if arguments.stats:
+                        report.warn(f"{printable(result.name)}: {report.stats_text(result.stats)}")
+                if result.note and not arguments.quiet:
+                    report.warn(f"{printable(result.name)}: {result.note}")
+                continue
+            status = TROUBLE
+            _debug(result)
+            if arguments.json:
+                report.write(report.error_json(result))
+            report.warn(str(result))
+    finally:
+        if watcher:
+            watcher.end()
+    return status
+
+
+def _algorithms(arguments: Arguments) -> int:
+    from imgsum import digest, report
+
+    if arguments.names:
+        raise UsageError(f"algorithms takes no name: '{arguments.names[0]}'")
+    for algorithm in digest.available():
+        if arguments.json:
+            record: dict[str, object] = {
+                "schema": report.SCHEMA,
+                "algorithm": algorithm.name,
+                "bits": 8 * algorithm.digest_size,
+                "cryptographic": algorithm.cryptographic,
+            }
+            report.write(report.to_json(record))
+            continue
+        remark = "" if algorithm.cryptographic else "  not cryptographic: finds accidents, not attacks"
+        default = "  (default)" if algorithm.name == digest.DEFAULT else ""
+        report.write(f"{algorithm.name:<12} {8 * algorithm.digest_size:4d} bits{default}{remark}")
+    return OK
+
+
+_RUN = {"checksum": _checksum, "algorithms": _algorithms}
+
+
+def _open_options(arguments: Arguments) -> OpenOptions:
+    from imgsum.source import FORMATS, OpenOptions
+
+    if arguments.format is not None and arguments.format not in FORMATS:
+        raise UsageError(f"unknown format '{printable(arguments.format)}' (one of {', '.join(FORMATS)})")
+    return OpenOptions(
+        format=arguments.format,
+        direct=arguments.cache == "none",
+        force_share=arguments.force_share,
+        extents=not arguments.no_extents,
+        request_size=arguments.request_size,
+        queue_size=arguments.queue_size,
+    )
+
+
+def _watcher(arguments: Arguments, images: int) -> Watcher | None:
+    """Who hears of the progress, or None."""
+    from imgsum import progress
+
+    if arguments.progress_fd is not None:
+        try:
+            os.fstat(arguments.progress_fd)
+        except (OSError, OverflowError):
+            raise UsageError(f"--progress-fd: descriptor {arguments.progress_fd} is not open") from None
+        return progress.Descriptor(progress.to_descriptor(arguments.progress_fd), images)
+    if arguments.no_progress or (arguments.quiet and not arguments.progress):
+        return None
+    write = progress.to_descriptor(2)
+    if os.isatty(2):
+        return progress.Bar(write, os.get_terminal_size(2).columns, 0.0 if arguments.progress else progress.PATIENCE)
+    return progress.Lines(write) if arguments.progress else None
+
+
+def _occupy_standard_descriptors() -> None:
+    """Where one of descriptors 0 to 2 is closed, put something there that fails, lest an image takes its place."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open("/dev/null", os.O_RDONLY if fd else os.O_WRONLY)
+
+
+def _catch_signals() -> None:
+    """Let the signals that end the process raise Interrupted in the main thread; a second one ends it at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(caught) is interrupt:
+                signal.signal(caught, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and background jobs keep theirs
+            signal.signal(number, interrupt)
+
+
+def _die_by(number: int) -> None:
+    """End the process as NUMBER would have ended it, so that shells and make know."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _debug(error: BaseException | None = None) -> None:
+    if os.environ.get("IMGSUM_DEBUG"):
+        import traceback
+
+        if error is None:
+            traceback.print_exc()
+        else:
+            traceback.print_exception(error)

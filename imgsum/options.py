@@ -1,0 +1,252 @@
+"""The command line's grammar: each command's options, as argparse parsers.
+
+The man pages and the completions of the shells are made from docs_parser(). Options and names may be mixed, as GNU
+tools allow, `--` ends options, and `[ COMMAND ARG... ]` is one name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from imgsum import __version__
+from imgsum.errors import UsageError
+from imgsum.units import KIB, MIB, parse_power_of_two, parse_size
+
+COMMANDS = {
+    "checksum": "print a checksum for each image",
+    "algorithms": "list the algorithms that -a takes",
+}
+
+_NAMES = {"checksum": ("images", "IMAGE", "*"), "algorithms": (None, "", "")}
+
+_SOURCES = """\
+an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
+nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
+standard input, which is what no IMAGE stands for. Sizes take k, m, g, t (1024, either case)."""
+
+
+class Command(str):
+    """A name that is `[ COMMAND ARG... ]`; the string is what messages call it."""
+
+    words: tuple[str, ...]
+
+
+class Arguments(argparse.Namespace):
+    """What was asked for. `names` holds strings, and Commands."""
+
+    command: str
+    names: list[str]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(f"{message} (try '{self.prog} --help')")
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """The arguments ARGV, without the program's name. Raises UsageError; -h and -V print and raise SystemExit."""
+    if not argv or argv[0] not in COMMANDS:
+        top = _top_parser()
+        top.parse_known_args(argv[:1])  # -h, -V, and unknown options end here
+        raise UsageError(f"unknown command '{argv[0]}'" if argv else "a command is needed" + " (try 'imgsum --help')")
+    parser = command_parser(argv[0])
+    words = _group_commands(argv[1:])
+    end = words.index("--") if "--" in words else len(words)
+    arguments = Arguments(command=argv[0])
+    _, names = parser.parse_known_args(words[:end], arguments)
+    for name in names:
+        if name.startswith("-") and name != "-":
+            parser.error(f"unknown option '{name}'")
+    arguments.names = names + words[end + 1 :]
+    return arguments
+
+
+def _group_commands(words: Sequence[str]) -> list[str]:
+    """WORDS with each `[ ... ]` made one Command."""
+    grouped: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "[":
+            inside: list[str] = []
+            for argument in rest:
+                if argument == "]":
+                    break
+                inside.append(argument)
+            else:
+                raise UsageError("'[' without ']'")
+            if not inside:
+                raise UsageError("no command between '[' and ']'")
+            command = Command(f"[ {' '.join(inside)} ]")
+            command.words = tuple(inside)
+            grouped.append(command)
+        else:
+            grouped.append(word)
+    return grouped
+
+
+def _top_parser() -> _Parser:
+    parser = _Parser(
+        prog="imgsum",
+        usage="imgsum COMMAND [OPTION]... [NAME]...",
+        description="The checksum for disk images: of what the guest would read, whatever the format.",
+        epilog="commands:\n"
+        + "".join(f"  {name:<11} {text}\n" for name, text in COMMANDS.items())
+        + "\n'imgsum COMMAND --help' lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    _add_information(parser)
+    return parser
+
+
+def command_parser(command: str, for_docs: bool = False) -> _Parser:
+    """The parser of COMMAND's options. FOR_DOCS: its names too, which parse() takes care of itself."""
+    dest, metavar, count = _NAMES[command]
+    parser = _Parser(
+        prog=f"imgsum {command}",
+        usage=f"imgsum {command} [OPTION]..."
+        + (f" [{metavar}]..." if count == "*" else f" {metavar}" * (dest is not None)),
+        description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
+        epilog=_SOURCES if dest else None,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    _ADD_OPTIONS[command](parser)
+    _add_information(parser)
+    if for_docs and dest:
+        parser.add_argument(dest, metavar=metavar, nargs=count)
+    return parser
+
+
+def docs_parser() -> argparse.ArgumentParser:
+    """All commands in one parser, for argparse-manpage and shtab."""
+    top = _top_parser()
+    top.epilog = None
+    commands = top.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, parents=[command_parser(name, for_docs=True)], add_help=False)
+    return top
+
+
+def _add_information(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument(
+        "-V", "--version", action="version", version=f"imgsum {__version__}", help="show the version and exit"
+    )
+
+
+def _checksum_options(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("--tag", action="store_true", help="print lines that say the algorithm and block size")
+    output.add_argument("-z", "--zero", action="store_true", help="end lines with NUL, and escape no names")
+    _add_output(output)
+    _add_construction(parser)
+    _add_reading(parser)
+    _add_range(parser)
+
+
+def _algorithms_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each algorithm")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="print one JSON object for each image, also for failures")
+    group.add_argument("--stats", action="store_true", help="say what was read, what was skipped, and how long it took")
+    group.add_argument("-q", "--quiet", action="store_true", help="no notes and no progress, only results and errors")
+    group.add_argument("-p", "--progress", action="store_true", help="show progress at once, and off a terminal too")
+    group.add_argument("--no-progress", action="store_true", help="never show progress")
+    group.add_argument(
+        "--progress-fd",
+        metavar="N",
+        type=_descriptor,
+        help="write progress to descriptor N, as lines of the form N/100",
+    )
+
+
+def _add_construction(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checksum")
+    group.add_argument("-a", "--algorithm", metavar="NAME", help="hash function (default: sha256)")
+    group.add_argument(
+        "-b",
+        "--block-size",
+        metavar="SIZE",
+        type=_power_of_two(512, 32 * MIB),
+        help="block size, which is part of what the checksum means (default: 64k)",
+    )
+    group.add_argument(
+        "--construction",
+        metavar="NAME",
+        choices=("blkhash", "imageio"),
+        default="blkhash",
+        help="blkhash, or imageio for the value that oVirt reports of an uploaded disk",
+    )
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("reading")
+    group.add_argument(
+        "-f", "--format", metavar="FORMAT", help="the image's format, instead of detecting it; raw parses no header"
+    )
+    group.add_argument(
+        "-T",
+        "--cache",
+        metavar="MODE",
+        choices=("writeback", "none"),
+        default="writeback",
+        help="writeback reads through the page cache (default), none with O_DIRECT",
+    )
+    group.add_argument(
+        "-U", "--force-share", action="store_true", help="read an image that a running virtual machine writes to"
+    )
+    group.add_argument("--no-extents", action="store_true", help="read everything, also what is said to be zero")
+    group.add_argument(
+        "--request-size",
+        metavar="SIZE",
+        type=_power_of_two(4 * KIB, 32 * MIB),
+        default=MIB,
+        help="the most that one read asks for (default: 1m)",
+    )
+    group.add_argument(
+        "--queue-size",
+        metavar="SIZE",
+        type=_size,
+        default=16 * MIB,
+        help="the most that is in flight over all workers (default: 16m)",
+    )
+
+
+def _add_range(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("range")
+    group.add_argument("--offset", metavar="SIZE", type=_size, default=0, help="begin at this offset of the content")
+    group.add_argument("--length", metavar="SIZE", type=_size, help="stop after this many bytes of content")
+
+
+_ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "checksum": _checksum_options,
+    "algorithms": _algorithms_options,
+}
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.reason) from None
+
+
+def _power_of_two(smallest: int, largest: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            return parse_power_of_two(text, smallest, largest)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(error.reason) from None
+
+    return convert
+
+
+def _descriptor(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"not a descriptor: '{text}'")
+    return int(text)
