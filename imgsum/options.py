@@ -26,6 +26,10 @@ nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD
 standard input, which is what no IMAGE stands for. Sizes take k, m, g, t (1024, either case)."""
 
 
+TAKE_A_FILE = ("sums", "secret_file")
+"""Where the shells complete the names of files, besides IMAGE."""
+
+
 class Command(str):
     """A name that is `[ COMMAND ARG... ]`; the string is what messages call it."""
 
@@ -47,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> Arguments:
     """The arguments ARGV, without the program's name. Raises UsageError; -h and -V print and raise SystemExit."""
     if not argv or argv[0] not in COMMANDS:
-        top = _top_parser()
+        top = top_parser()
         top.parse_known_args(argv[:1])  # -h, -V, and unknown options end here
         raise UsageError(f"unknown command '{argv[0]}'" if argv else "a command is needed" + " (try 'imgsum --help')")
     parser = command_parser(argv[0])
@@ -85,7 +89,8 @@ def _group_commands(words: Sequence[str]) -> list[str]:
     return grouped
 
 
-def _top_parser() -> _Parser:
+def top_parser() -> _Parser:
+    """The parser of what comes before a command."""
     parser = _Parser(
         prog="imgsum",
         usage="imgsum COMMAND [OPTION]... [NAME]...",
@@ -122,7 +127,7 @@ def command_parser(command: str, for_docs: bool = False) -> _Parser:
 
 def docs_parser() -> argparse.ArgumentParser:
     """All commands in one parser, for argparse-manpage and shtab."""
-    top = _top_parser()
+    top = top_parser()
     top.epilog = None
     commands = top.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
     for name, text in COMMANDS.items():
