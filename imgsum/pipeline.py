@@ -8,7 +8,9 @@ the head is slow, nothing is fed, so memory does not grow. The pipeline knows no
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -16,9 +18,10 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 WORKERS = 8
-"""Enough to keep a disk or a server busy; with data in the page cache, within 3 % of one worker for each core."""
+"""Enough to keep a disk or a server busy."""
 
-_AHEAD = 8 * WORKERS  # pieces between the head and the feeder; their results are small, their buffers are not kept
+_AHEAD = 4 * WORKERS
+"""Pieces between the head and the feeder. Their results are small; buffers belong to workers, not to pieces."""
 
 
 class Worker:
@@ -71,6 +74,7 @@ class Pipeline(Generic[P]):
             threading.Thread(target=self._serve, args=(Worker(index),), name=f"worker-{index}", daemon=True)
             for index in range(workers)
         ]
+        self._throttle = _Throttle(workers)
         for thread in self._threads:
             thread.start()
 
@@ -82,13 +86,23 @@ class Pipeline(Generic[P]):
             if piece.has_work:
                 piece.ready.acquire()
                 self._queue.put(piece)
-            while ordered and (len(ordered) >= _AHEAD or not ordered[0].ready.locked()):
-                yield _completed(ordered.popleft())
+            if len(ordered) >= _AHEAD:
+                # To wake once for many pieces, rather than for each, saves a worker's worth of passing the GIL around:
+                # blake3 with 2 workers on 2 cores takes 0.18 s for 2 GiB, and 0.21 s when waiting for the head alone.
+                _wait_for(ordered[_AHEAD // 2])
+                self._throttle.adapt()
+                yield _wait_for(ordered.popleft())
+            while ordered and not ordered[0].ready.locked():
+                yield ordered.popleft()
         while ordered:
-            yield _completed(ordered.popleft())
+            yield _wait_for(ordered.popleft())
 
     def _serve(self, worker: Worker) -> None:
-        while (piece := self._queue.get()) is not None:
+        while True:
+            self._throttle.wait(worker.index)
+            piece = self._queue.get()
+            if piece is None:
+                return
             try:
                 piece.work(worker)
             except BaseException as error:  # whatever it is, the thread that waits must hear of it
@@ -99,6 +113,7 @@ class Pipeline(Generic[P]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._throttle.open()
         for _ in self._threads:
             self._queue.put(None)
         if error is None:
@@ -106,6 +121,50 @@ class Pipeline(Generic[P]):
                 thread.join()
 
 
-def _completed(piece: P) -> P:
-    with piece.ready:  # waits for the worker; a signal's handler runs meanwhile
+def _wait_for(piece: P) -> P:
+    with piece.ready:  # a signal's handler may run, and raise, meanwhile
         return piece
+
+
+class _Throttle:
+    """Keeps the workers that the cores have no room for from taking work, while the process keeps all cores busy.
+
+    With data in the page cache nothing waits for a disk, and more threads than cores only pass the GIL around: of 2
+    GiB on 2 cores, 8 workers make blake3 in 0.22 s and xxh3-128 in 0.095 s; 3 in 0.18 s and 0.08 s. As soon as
+    reading takes time, the cores are no longer busy, and all workers are wanted.
+    """
+
+    _INTERVAL = 0.02  # seconds between two looks at the clocks
+    _BUSY = 0.85  # of all cores
+
+    def __init__(self, workers: int) -> None:
+        self._cores = len(os.sched_getaffinity(0))
+        self._workers = workers
+        self._active = workers
+        self._changed = threading.Condition()
+        self._wall, self._cpu = time.monotonic(), time.process_time()
+
+    def wait(self, index: int) -> None:
+        """Return when worker INDEX may take work."""
+        if index >= self._active:
+            with self._changed:
+                self._changed.wait_for(lambda: index < self._active)
+
+    def adapt(self) -> None:
+        """Look at how busy the cores were since the last look."""
+        wall, cpu = time.monotonic(), time.process_time()
+        if wall - self._wall < self._INTERVAL:
+            return
+        busy = cpu - self._cpu > self._BUSY * self._cores * (wall - self._wall)
+        self._wall, self._cpu = wall, cpu
+        self._let(min(self._cores + 1, self._workers) if busy else self._workers)
+
+    def open(self) -> None:
+        """Let all workers go on."""
+        self._let(self._workers)
+
+    def _let(self, active: int) -> None:
+        if active != self._active:
+            with self._changed:
+                self._active = active
+                self._changed.notify_all()
