@@ -115,7 +115,7 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 
             if options.format not in (None, "raw"):
                 raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
-            return Stream(image)
+            return Stream(image, detect=options.format is None)
         return _open_file(image, options)
     except Error as error:
         raise error.about(image) from error.__cause__

@@ -6,7 +6,8 @@ import os
 import re
 import stat
 
-from imgsum.errors import ChangedError, OpenError, ReadError, os_error_reason
+from imgsum.errors import ChangedError, OpenError, ReadError, RefusedError, os_error_reason
+from imgsum.source import probe
 
 _FD_NAMES = re.compile(r"/(?:dev|proc/self|proc/thread-self)/fd/([0-9]{1,9})")
 
@@ -24,8 +25,11 @@ class Stream:
 
     format = "raw"
 
-    def __init__(self, name: str) -> None:
-        """Open NAME: one that stream_descriptor() knows, or a FIFO, whose writer is waited for. Raises OpenError."""
+    def __init__(self, name: str, detect: bool = True) -> None:
+        """Open NAME: one that stream_descriptor() knows, or a FIFO, whose writer is waited for. Raises OpenError.
+
+        DETECT: refuse content that is a container of some format.
+        """
         self.name = name
         descriptor = stream_descriptor(name)
         try:
@@ -38,21 +42,51 @@ class Stream:
             os.close(self.fd)
             raise OpenError("is a directory", name=name)
         self.position = 0
+        self._detect = detect
+        self._head = b""  # read already, for detection, and not yet given out
+        self._tail = b""  # the last that was given out
         self._mtime_ns = status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
 
     def fill(self, buffer: memoryview) -> int:
-        """Fill BUFFER with what comes next; fewer bytes, down to 0, only at the end. Raises ReadError."""
+        """Fill BUFFER with what comes next; fewer bytes, down to 0, only at the end.
+
+        Raises ReadError, and RefusedError when the content begins or ends as a container does.
+        """
+        if self._detect and self.position == 0:
+            head = bytearray(probe.HEAD_SIZE)
+            self._head = bytes(head[: self._read(memoryview(head))])
+            self._refuse_container(probe.detect(self._head, b""))
+        done = min(len(self._head), len(buffer))
+        buffer[:done] = self._head[:done]
+        self._head = self._head[done:]
+        if not self._head:
+            done += self._read(buffer[done:])
+        self.position += done
+        if self._detect:
+            self._tail = (self._tail + bytes(buffer[:done][-probe.TAIL_SIZE :]))[-probe.TAIL_SIZE :]
+            if done < len(buffer):
+                self._refuse_container(probe.detect(b"", self._tail))
+        return done
+
+    def _read(self, buffer: memoryview) -> int:
         done = 0
         while done < len(buffer):
             try:
                 count = os.readv(self.fd, [buffer[done:]])
             except OSError as error:
-                raise ReadError(os_error_reason(error), name=self.name, offset=self.position) from error
+                raise ReadError(os_error_reason(error), name=self.name, offset=self.position + done) from error
             if count == 0:
                 break
             done += count
-            self.position += count
         return done
+
+    def _refuse_container(self, name: str) -> None:
+        if name != "raw":
+            raise RefusedError(
+                f"is a {name} image, which can't be read from a stream: give the file itself"
+                " (-f raw reads the container's own bytes)",
+                name=self.name,
+            )
 
     def check_unchanged(self) -> None:
         """Raise ChangedError if this is a file after all, and was written to while it was read."""
