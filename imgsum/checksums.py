@@ -67,7 +67,7 @@ class Watcher(Protocol):
         """The first DONE bytes of it are complete, zeros included."""
 
     def end(self) -> None:
-        """The image is done, or failed."""
+        """The image is done, or failed, or nothing was begun."""
 
 
 def checksum(

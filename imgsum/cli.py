@@ -153,7 +153,9 @@ def _watcher(arguments: Arguments, images: int) -> Watcher | None:
         return None
     write = progress.to_descriptor(2)
     if os.isatty(2):
-        return progress.Bar(write, os.get_terminal_size(2).columns, 0.0 if arguments.progress else progress.PATIENCE)
+        return progress.Bar(
+            write, os.get_terminal_size(2).columns or 80, 0.0 if arguments.progress else progress.PATIENCE
+        )
     return progress.Lines(write) if arguments.progress else None
 
 

@@ -71,11 +71,13 @@ class Lines:
         self._write = write
         self._clock = clock
         self._next = clock() + _LINE_EVERY
+        self._begun = False
         self._name, self._size, self._done = "", None, 0  # type: tuple[str, int | None, int]
 
     def begin(self, name: str, size: int | None) -> None:
         """See Watcher."""
         self._name, self._size, self._done = printable(name), size, 0
+        self._begun = True
 
     def advance(self, done: int) -> None:
         """See Watcher."""
@@ -87,8 +89,9 @@ class Lines:
 
     def end(self) -> None:
         """See Watcher."""
-        if self._size is None or self._done == self._size:
+        if self._begun and (self._size is None or self._done == self._size):
             self._line()
+        self._begun = False
 
     def _line(self) -> None:
         if self._size is None:
@@ -105,12 +108,14 @@ class Descriptor:
         self._write: Write | None = write
         self._images = images
         self._ended = 0
+        self._begun = False
         self._size: int | None = None
         self._last = -1
 
     def begin(self, name: str, size: int | None) -> None:
         """See Watcher."""
         self._size = size
+        self._begun = True
         self._percent(0.0)
 
     def advance(self, done: int) -> None:
@@ -120,8 +125,10 @@ class Descriptor:
 
     def end(self) -> None:
         """See Watcher."""
-        self._percent(1.0)
-        self._ended += 1
+        if self._begun:
+            self._percent(1.0)
+            self._ended += 1
+        self._begun = False
 
     def _percent(self, fraction: float) -> None:
         percent = int(100 * (self._ended + fraction) / self._images)
