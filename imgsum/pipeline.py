@@ -11,7 +11,8 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -95,10 +96,18 @@ class Pipeline(Generic[P]):
                 piece.error = error
             piece.ready.release()
 
+    def _discard_waiting(self) -> None:
+        """Drop the work that no worker has begun: nobody will take its result."""
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
     def __enter__(self) -> Pipeline[P]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._discard_waiting()
         for _ in self._threads:
             self._queue.put(None)
         if error is None:

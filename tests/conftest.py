@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +93,7 @@ def loop_device(root: None) -> Iterator[Callable[..., str]]:
         def attach(file: Path, sector_size: int = 512) -> str:
             made = subprocess.run(
                 [losetup, "--find", "--show", "--read-only", "--sector-size", str(sector_size), str(file)],
+                check=False,
                 capture_output=True,
                 text=True,
             )
@@ -113,6 +115,7 @@ def mounted(root: None, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
             directory.mkdir()
             made = subprocess.run(
                 [find_tool("mount"), "-t", kind, "-o", "mode=0777", kind, str(directory)],
+                check=False,
                 capture_output=True,
                 text=True,
             )
@@ -128,6 +131,10 @@ def no_leak() -> Iterator[None]:
     """Every thread, descriptor and child that the test's body made is gone when it ends."""
     before = _held()
     yield
+    for _ in range(200):  # a thread may take a moment to end
+        if _held() == before:
+            break
+        time.sleep(0.01)
     assert _held() == before
 
 
@@ -181,21 +188,20 @@ class Running:
         """Send a signal to imgsum alone."""
         self.process.send_signal(number)
 
-    def finish(self, input: bytes | None = None) -> Result:
+    def finish(self, given: bytes | None = None) -> Result:
         """Wait for its end; assert that no child, socket or file is left."""
         try:
-            stdout, stderr = self.process.communicate(input, timeout=HANG)
+            stdout, stderr = self.process.communicate(given, timeout=HANG)
         except subprocess.TimeoutExpired:
             self.process.kill()
             stdout, stderr = self.process.communicate()
             pytest.fail(f"imgsum hangs; stdout {stdout!r}, stderr {stderr!r}")
         # A child that was told to end may take a moment, but must not need more than that.
-        deadline = threading.Event()
         for _ in range(100):
             left = self.descendants()
             if not left:
                 break
-            deadline.wait(0.05)
+            time.sleep(0.05)
         assert not left, f"processes are left: {left}"
         assert os.listdir(self.directory) == [], "temporary files are left"
         return Result(stdout or b"", stderr or b"", self.process.returncode)
@@ -230,11 +236,11 @@ class Imgsum:
         self._started: list[Running] = []
         self.command: list[str | bytes] = [sys.executable, "-m", "imgsum"]
 
-    def __call__(self, *args: str | bytes | Path, input: bytes | None = None, **options: Any) -> Result:
-        """Run it to its end. `input` is written to its standard input, which is /dev/null otherwise."""
-        if input is not None:
-            options["stdin"] = subprocess.PIPE
-        return self.start(*args, **options).finish(input)
+    def __call__(self, *args: str | bytes | Path, stdin: bytes | int | None = None, **options: Any) -> Result:
+        """Run it to its end. stdin: bytes, a descriptor, or None for /dev/null."""
+        if isinstance(stdin, bytes):
+            return self.start(*args, stdin=subprocess.PIPE, **options).finish(stdin)
+        return self.start(*args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options).finish()
 
     def start(self, *args: str | bytes | Path, **options: Any) -> Running:
         """Start it, for signals and the like; finish() ends the test of it."""
@@ -283,6 +289,21 @@ def stdin_from() -> Iterator[Callable[[int], None]]:
     yield lambda fd: os.dup2(fd, 0) and None
     os.dup2(saved, 0)
     os.close(saved)
+
+
+@pytest.fixture
+def opens(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Put a fake in this for each name that is to be opened; an exception is raised instead."""
+    sources: dict[str, object] = {}
+
+    def open_source(name: str, options: object) -> object:
+        source = sources[name]
+        if isinstance(source, Exception):
+            raise source
+        return source
+
+    monkeypatch.setattr("imgsum.content.open_source", open_source)
+    return sources
 
 
 @contextlib.contextmanager

@@ -121,8 +121,7 @@ def write(spec: str, path: Path, *, holes: bool = True) -> None:
             if kind == "-" and holes:
                 file.seek(length, 1)
             else:
-                for chunk in _fill(at, length, kind):
-                    file.write(chunk)
+                file.writelines(_fill(at, length, kind))
             at += length
         file.truncate(at)
 

@@ -89,22 +89,25 @@ def test_a_slow_head_stops_the_feeder() -> None:
 
 
 def test_zeros_behind_a_slow_head_are_bounded_too() -> None:
-    fed = 0
-    release = threading.Event()
+    fed: list[int] = []
+    enough = threading.Event()
+    fed_meanwhile: list[int] = []
+
+    def head(worker: Worker) -> None:
+        assert enough.wait(HANG)
+        time.sleep(0.1)
+        fed_meanwhile.extend(fed)
 
     def feed() -> Iterator[Task]:
-        nonlocal fed
-        yield Task(0, lambda worker: release.wait(HANG))
-        for i in range(1, 1000):
-            fed += 1
-            if fed == AHEAD - 1:
-                threading.Timer(0.1, lambda: (seen.append(fed), release.set())).start()
-            yield Task(i)
+        for i in range(1000):
+            fed.append(i)
+            if len(fed) == AHEAD:
+                enough.set()
+            yield Task(i, None if i else head)
 
-    seen: list[int] = []
     with Pipeline() as pipeline:
         assert len(list(pipeline.run(feed()))) == 1000
-    assert seen == [AHEAD - 1]
+    assert len(fed_meanwhile) == AHEAD
 
 
 def test_a_complete_head_is_taken_before_more_is_fed() -> None:
@@ -151,10 +154,12 @@ def test_workers_end_with_it(no_leak: None) -> None:
 
 
 def test_workers_end_when_it_is_left_early() -> None:
+    def leave(pipeline: Pipeline[Task]) -> None:
+        next(pipeline.run(Task(i, nothing) for i in range(100)))
+        raise RuntimeError("enough")
+
     with pytest.raises(RuntimeError, match="enough"), Pipeline() as pipeline:
-        for piece in pipeline.run(Task(i, nothing) for i in range(100)):
-            if piece.index == 10:
-                raise RuntimeError("enough")
+        leave(pipeline)
     for thread in pipeline._threads:
         thread.join(HANG)
         assert not thread.is_alive()

@@ -53,9 +53,7 @@ def test_file_with_holes(vector: Vector, image: Callable[..., Path]) -> None:
 
 
 @every_vector
-def test_file_without_holes(
-    vector: Vector, image: Callable[..., Path], image_in_memory: Callable[..., Path]
-) -> None:
+def test_file_without_holes(vector: Vector, image: Callable[..., Path], image_in_memory: Callable[..., Path]) -> None:
     if vector.size < GIB:
         vector.check(image(vector.spec, holes=False))
     else:  # not written for real: read as if it were
