@@ -46,7 +46,8 @@ def construction(name: str = "blkhash", algorithm: str | None = None, block_size
         block_size = BLOCK_SIZE
     if block_size & (block_size - 1) or not SMALLEST_BLOCK <= block_size <= LARGEST_BLOCK:
         raise UsageError(f"block size must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}: {block_size}")
-    return Construction(name, digest.load(algorithm or digest.DEFAULT), block_size, size_at_end=True)
+    loaded = digest.load(digest.DEFAULT if algorithm is None else algorithm)
+    return Construction(name, loaded, block_size, size_at_end=True)
 
 
 def zero_digest(algorithm: Algorithm, length: int) -> bytes:

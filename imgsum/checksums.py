@@ -7,7 +7,7 @@ hashes in a worker, checksum_images() takes the pieces in content order.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -87,11 +87,10 @@ def checksum(
     opened and read. Raises an imgsum.Error when not every byte could be read: there is no partial checksum.
     """
     how = blkhash.construction(construction, algorithm, block_size)
-    for result in checksum_images([image], how, options or OpenOptions(), offset=offset, length=length):
-        if isinstance(result, Error):
-            raise result
-        return result
-    raise AssertionError("an image has a result")
+    (result,) = checksum_images([image], how, options or OpenOptions(), offset=offset, length=length)
+    if isinstance(result, Error):
+        raise result
+    return result
 
 
 def checksum_images(
@@ -103,7 +102,7 @@ def checksum_images(
     length: int | None = None,
     watcher: Watcher | None = None,
     workers: int = WORKERS,
-) -> Iterator[Checksum | Error]:
+) -> Generator[Checksum | Error, None, None]:
     """For each of IMAGES in turn its checksum, or the Error that says why there is none. One pool serves them all."""
     piece_size = max(options.request_size, how.block_size)
     workers = max(1, min(workers, options.queue_size // piece_size))
@@ -256,7 +255,9 @@ class _Job:
 
     def _note(self) -> str | None:
         content, rest = self.content, self.done % 512
-        if rest and isinstance(content, Content) and content.source.format == "raw":
+        if not rest or not isinstance(content, Content):
+            return None
+        if content.source.format == "raw" and self.done == content.source.size:  # a range has no export
             return (
                 f"the size, {self.done} bytes, is not a multiple of 512: QEMU adds {512 - rest} zeros to such an"
                 " image, so an NBD export or a converted copy of it has another checksum"

@@ -69,15 +69,16 @@ def _checksum(arguments: Arguments) -> int:
     names = arguments.names or ["-"]
     status = OK
     watcher = _watcher(arguments, len(names))
+    results = checksum_images(
+        [getattr(name, "words", name) for name in names],
+        how,
+        _open_options(arguments),
+        offset=arguments.offset,
+        length=arguments.length,
+        watcher=watcher,
+    )
     try:
-        for result in checksum_images(
-            [getattr(name, "words", name) for name in names],
-            how,
-            _open_options(arguments),
-            offset=arguments.offset,
-            length=arguments.length,
-            watcher=watcher,
-        ):
+        for result in results:
             if isinstance(result, Checksum):
                 if arguments.json:
                     report.write(report.checksum_json(result, stats=arguments.stats))
@@ -95,6 +96,7 @@ def _checksum(arguments: Arguments) -> int:
                 report.write(report.error_json(result))
             report.warn(str(result))
     finally:
+        results.close()  # also when a signal comes while a result is printed
         if watcher:
             watcher.end()
     return status

@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -22,6 +23,9 @@ WORKERS = 8
 
 _AHEAD = 4 * WORKERS
 """Pieces between the head and the feeder. Their results are small; buffers belong to workers, not to pieces."""
+
+_LEAVE_WITHIN = 0.3
+"""Seconds that workers get to end what they are doing when a signal or an error ends everything."""
 
 
 class Worker:
@@ -109,16 +113,26 @@ class Pipeline(Generic[P]):
                 piece.error = error
             piece.ready.release()
 
+    def _discard_waiting(self) -> None:
+        """Drop the work that no worker has begun: nobody will take its result."""
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
     def __enter__(self) -> Pipeline[P]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._discard_waiting()
         self._throttle.open()
         for _ in self._threads:
             self._queue.put(None)
-        if error is None:
-            for thread in self._threads:
-                thread.join()
+        # Whoever leaves early closes what the workers read, so they are waited for; but a signal is obeyed within a
+        # second, whatever a worker is stuck in.
+        deadline = None if error is None or isinstance(error, GeneratorExit) else time.monotonic() + _LEAVE_WITHIN
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def _wait_for(piece: P) -> P:

@@ -17,7 +17,7 @@ def parse_size(text: str) -> int:
     Raises UsageError.
     """
     digits, unit = (text[:-1], _UNITS.get(text[-1:].lower())) if text[-1:].isalpha() else (text, 1)
-    if unit is None or not (digits.isascii() and digits.isdigit()):
+    if unit is None or not (text.isascii() and digits.isdigit()):
         raise UsageError(f"not a size: '{text}' (a number of bytes, or with k, m, g or t)")
     if len(digits) > 19 or int(digits) * unit > MAX_SIZE:
         raise UsageError(f"size is too large: '{text}'")
