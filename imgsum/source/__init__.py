@@ -146,8 +146,24 @@ def _open_file(path: str, options: OpenOptions) -> Source:
                 file.read_bytes(max(0, file.size - probe.TAIL_SIZE), probe.TAIL_SIZE),
             )
         if name == "raw":
+            if options.snapshot is not None:
+                raise UsageError("a raw image has no snapshots")
             return RawSource(file)
-        raise RefusedError(f"is a {name} image, which can't be read yet (-f raw reads the container's own bytes)")
+        if name == "qcow2" and options.reader != "qemu":
+            from imgsum.source.qcow2.source import NotNativeError, open_qcow2
+
+            try:
+                return open_qcow2(file, options)
+            except NotNativeError:
+                if options.untrusted or options.reader == "native":
+                    raise
     except BaseException:
         file.close()
         raise
+    file.close()
+    return open_with_qemu(path, name, options)
+
+
+def open_with_qemu(path: str, format_name: str, options: OpenOptions) -> Source:
+    """The image at PATH, of the format that QEMU calls FORMAT_NAME, by a private qemu-nbd."""
+    raise RefusedError(f"is a {format_name} image, which can't be read yet (-f raw reads the container's own bytes)")

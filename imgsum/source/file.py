@@ -159,23 +159,26 @@ class HostFile:
         return True
 
 
-class RawSource:
-    """A file or device whose content is exactly its bytes. Satisfies Source."""
+class Holes:
+    """Where a HostFile certainly reads as zeros: the file system's word, as far as it can be believed.
 
-    format = "raw"
+    Used by one thread at a time.
+    """
 
     def __init__(self, file: HostFile) -> None:
         self.file = file
-        self.name = file.name
-        self.size = file.size
-        self._ask_holes = True
-        self._holes_proven = False
+        self._ask = True
+        self._proven = False
+        self._data = (0, 0)  # the run of data that was found last: a fragmented image asks for it again and again
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
-        """See Source. Data where the file system can't tell, or contradicts itself."""
+        """The holes, as zero, and the rest of START..START+LENGTH, which lies inside the file: in order, tiling it.
+
+        Data where the file system can't tell, or contradicts itself.
+        """
         at, end = start, start + length
         while at < end:
-            if not self._ask_holes:
+            if not self._ask or self._data[0] <= at and end <= self._data[1]:
                 yield Extent(at, end - at, False)
                 return
             data, hole = self._next_data(at, end)
@@ -192,12 +195,12 @@ class RawSource:
             data = os.lseek(fd, at, os.SEEK_DATA)
         except OSError as error:
             # Only ENXIO means "no data from here on"; EINVAL, EOPNOTSUPP, EIO mean "I can't tell".
-            if error.errno == errno.ENXIO and (self._holes_proven or self._is_really_a_hole()):
+            if error.errno == errno.ENXIO and (self._proven or self._is_really_a_hole()):
                 return end, end
-            self._ask_holes = False
+            self._ask = False
             return at, end
         if data < at:  # zfs and gluster have answered less than asked for at a trailing hole
-            self._ask_holes = False
+            self._ask = False
             return at, end
         if data >= end:
             return end, end
@@ -206,9 +209,10 @@ class RawSource:
         except OSError:
             hole = data
         if hole <= data:
-            self._ask_holes = False
+            self._ask = False
             return data, end
-        self._holes_proven = True
+        self._proven = True
+        self._data = data, hole
         return data, min(hole, end)
 
     def _is_really_a_hole(self) -> bool:
@@ -220,12 +224,28 @@ class RawSource:
         """
         if os.fstat(self.file.fd).st_blocks:
             return True
-        request = bytearray(_FIEMAP.pack(0, self.size, _FIEMAP_FLAG_SYNC, 0, 0, 0))
+        request = bytearray(_FIEMAP.pack(0, self.file.size, _FIEMAP_FLAG_SYNC, 0, 0, 0))
         try:
             fcntl.ioctl(self.file.fd, _FS_IOC_FIEMAP, request)
         except OSError:
             return _is_tmpfs(self.file.fd)
         return bool(_FIEMAP.unpack(request)[3] == 0)
+
+
+class RawSource:
+    """A file or device whose content is exactly its bytes. Satisfies Source."""
+
+    format = "raw"
+
+    def __init__(self, file: HostFile) -> None:
+        self.file = file
+        self.name = file.name
+        self.size = file.size
+        self._holes = Holes(file)
+
+    def extents(self, start: int, length: int) -> Iterator[Extent]:
+        """See Source."""
+        return self._holes.extents(start, length)
 
     def reader(self) -> RawReader:
         """See Source."""

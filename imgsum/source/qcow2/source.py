@@ -1,0 +1,281 @@
+"""qcow2 images as sources: a chain of layers, what they say of extents, and readers that fill buffers from them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
+from imgsum.extent import Extent
+from imgsum.source import OpenOptions
+from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
+from imgsum.source.qcow2.audit import refuse_double_use
+from imgsum.source.qcow2.compressed import Decompress, EndsEarlyError, WholeClusters, decompressor
+from imgsum.source.qcow2.header import Header, at_snapshot, find_snapshot, parse
+from imgsum.source.qcow2.mapping import DATA, ZERO, Mapping, Run, TableCache, resolve
+from imgsum.units import KIB
+
+MAX_LAYERS = 200
+"""Images in a chain. Each costs a descriptor and 16 KiB of tables. QEMU has no limit; real chains have some dozens."""
+
+_STORED = 256 * KIB  # compressed bytes that are read at once: all there is, unless clusters are larger than 128 KiB
+_ZEROS = memoryview(bytes(64 * KIB))
+_PROTOCOL = re.compile(rb"[^:/]*:")  # as in QEMU, where `a:b` is b by the protocol a, and ./a:b a file
+
+
+class NotNativeError(RefusedError):
+    """This image, or one that it refers to, is for QEMU to read."""
+
+
+class _RawLayer:
+    """A raw backing file. Satisfies Layer: QEMU pads one with zeros to whole sectors, which is what lies past a size."""
+
+    def __init__(self, file: HostFile) -> None:
+        self.file = self.data = file
+        self.size = file.size
+        self.holes = Holes(file)
+
+    def runs(self, start: int, end: int) -> Iterator[Run]:
+        """See Layer."""
+        inside = max(start, min(end, self.size))
+        if start < inside:
+            yield Run(start, inside - start, DATA, start)
+        if inside < end:
+            yield Run(inside, end - inside, ZERO)
+
+
+class _Qcow2Layer:
+    """A qcow2 image of a chain, and its external data file if it has one. Satisfies Layer."""
+
+    def __init__(self, file: HostFile, data: HostFile, header: Header, cache: TableCache, number: int) -> None:
+        self.file = file
+        self.data = data
+        self.header = header
+        self.size = header.size
+        self.holes = Holes(data)
+        self.number = number
+        self.mapping = Mapping(header, file.read_bytes, file.size, data.size, cache, file.name, number)
+        self.runs = self.mapping.runs
+        self._decompress: Decompress | None = None
+
+    def decompress(self) -> Decompress:
+        """What decompresses this image's clusters; imported when there is one."""
+        if self._decompress is None:
+            self._decompress = decompressor(self.header.compression)
+        return self._decompress
+
+
+class Qcow2Source:
+    """The content of a qcow2 image with all that it refers to. Satisfies Source."""
+
+    format = "qcow2"
+
+    def __init__(self, file: HostFile, layers: Sequence[_Qcow2Layer | _RawLayer], others: Sequence[HostFile]) -> None:
+        """Of the image in FILE, the first of LAYERS. OTHERS are the files of the rest. All are closed with this."""
+        self.file = file
+        self.name = file.name
+        self.size = layers[0].size
+        self._layers = layers
+        self._files = [file, *others]
+        self._whole = WholeClusters()
+
+    def extents(self, start: int, length: int) -> Iterator[Extent]:
+        """See Source. Zero: what is marked so, what nothing is allocated for, and clusters in holes of their file."""
+        for depth, run in resolve(self._layers, start, start + length):
+            if run.kind == DATA:
+                shift = run.start - run.host
+                for extent in self._layers[depth].holes.extents(run.host, run.length):
+                    yield Extent(extent.start + shift, extent.length, extent.zero)
+            else:
+                yield Extent(run.start, run.length, run.kind == ZERO)
+
+    def reader(self) -> Qcow2Reader:
+        """See Source."""
+        return Qcow2Reader(self._layers, self._whole)
+
+    def check_unchanged(self) -> None:
+        """See Source. Each file of the chain."""
+        for file in self._files:
+            file.check_unchanged()
+
+    def facts(self) -> dict[str, object]:
+        """See Source."""
+        facts = cache_fact(self.file)
+        if len(self._files) > 1:
+            facts["files"] = len(self._files)
+        return facts
+
+    def close(self) -> None:
+        """See Source."""
+        for file in self._files:
+            file.close()
+
+
+class Qcow2Reader:
+    """Fills one worker's buffers: data straight from its file, compressed clusters by decompressing. Satisfies Reader."""
+
+    def __init__(self, layers: Sequence[_Qcow2Layer | _RawLayer], whole: WholeClusters) -> None:
+        self._layers = layers
+        self._whole = whole
+        self._stored_buffer: memoryview | None = None
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """See Reader."""
+        for depth, run in resolve(self._layers, offset, offset + len(buffer)):
+            part = buffer[run.start - offset : run.end - offset]
+            layer = self._layers[depth]
+            if run.kind == DATA:
+                layer.data.read(run.host, part)
+            elif run.kind == ZERO:
+                for at in range(0, len(part), len(_ZEROS)):
+                    part[at : at + len(_ZEROS)] = _ZEROS[: len(part) - at]
+            else:
+                assert isinstance(layer, _Qcow2Layer)
+                self._decompress(layer, run, part)
+
+    def _decompress(self, layer: _Qcow2Layer, run: Run, part: memoryview) -> None:
+        """The RUN, of one compressed cluster or a part of it, into PART. All of a cluster must be good."""
+        size = layer.header.cluster_size
+        if run.length == size:
+            self._decompress_whole(layer, run, part)
+            return
+        skip = run.start % size
+        key = (layer.number, run.start - skip)
+        whole = self._whole.get(key, size, lambda cluster: self._decompress_whole(layer, run, cluster))
+        part[:] = whole[skip : skip + run.length]
+
+    def _decompress_whole(self, layer: _Qcow2Layer, run: Run, cluster: memoryview) -> None:
+        try:
+            layer.decompress()(self._stored(layer.file, run), cluster)
+        except Error as error:
+            if isinstance(error, EndsEarlyError) and run.host + run.stored > layer.file.size:
+                error = TruncatedError(f"truncated: the file ends at byte {layer.file.size}, in a compressed cluster")
+            if error.offset is None:
+                error.offset = run.start
+            raise error.about(layer.file.name) from error.__cause__
+
+    def _stored(self, file: HostFile, run: Run) -> Iterator[memoryview]:
+        """The compressed bytes of RUN, in pieces that are overwritten by the next; less where FILE ends."""
+        if self._stored_buffer is None:
+            self._stored_buffer = memoryview(mmap.mmap(-1, _STORED + 2 * DIRECT_ALIGN))
+        align = DIRECT_ALIGN if file.direct else 1  # aligned, they are read without a copy
+        at, end = run.host, min(run.host + run.stored, file.size)
+        while at < end:
+            stop = min(end, at + _STORED)
+            begin = at // align * align
+            piece = self._stored_buffer[: min(-(-stop // align) * align, file.size) - begin]
+            file.read(begin, piece)
+            yield piece[at - begin : stop - begin]
+            at = stop
+
+    def close(self) -> None:
+        """See Reader."""
+
+
+def open_qcow2(file: HostFile, options: OpenOptions) -> Qcow2Source:
+    """The image in FILE, and all that it refers to. FILE is the source's from then on; after an error, the caller's.
+
+    Raises NotNativeError for what QEMU must read, and else an imgsum.Error.
+    """
+    others: list[HostFile] = []
+    try:
+        layers = _open_layers(file, options, others)
+        return Qcow2Source(file, layers, others)
+    except BaseException:
+        for other in others:
+            other.close()
+        raise
+
+
+def _open_layers(file: HostFile, options: OpenOptions, opened: list[HostFile]) -> list[_Qcow2Layer | _RawLayer]:
+    """The chain from FILE down to the image that has no backing file. What is opened for it goes to OPENED."""
+    cache = TableCache()
+    layers: list[_Qcow2Layer | _RawLayer] = []
+    seen = set()
+    here, format_ = file, "qcow2"
+    while True:
+        if here.identity in seen:
+            raise RefusedError("the backing chain is a loop", name=here.name)
+        seen.add(here.identity)
+        if format_ == "raw":
+            return [*layers, _RawLayer(here)]
+        header = _read_header(here)
+        if here is file:
+            header = _checked(header, file, options)
+        data = here
+        if header.has_data_file:
+            data = HostFile(*_data_file(header, here), options)
+            opened.append(data)
+        layer = _Qcow2Layer(here, data, header, cache, len(layers))
+        layers.append(layer)
+        if options.untrusted:
+            _audit(layer)
+        if header.backing_file is None:
+            return layers
+        if len(layers) == MAX_LAYERS:
+            raise RefusedError(f"the backing chain has more than {MAX_LAYERS} images", name=file.name)
+        path, format_ = _backing_file(header.backing_file, header.backing_format, here)
+        here = HostFile(path, f"{file.name}: backing file {path}", options)
+        opened.append(here)
+
+
+def _read_header(file: HostFile) -> Header:
+    try:
+        header = parse(file.read_bytes)
+        if header.crypt_method:
+            raise NotNativeError("is encrypted")
+    except Error as error:
+        raise error.about(file.name) from None
+    return header
+
+
+def _checked(header: Header, file: HostFile, options: OpenOptions) -> Header:
+    """HEADER of the image itself, in FILE, if OPTIONS allow what it says; of the snapshot that they ask for."""
+    if options.snapshot is not None:
+        header = at_snapshot(header, find_snapshot(file.read_bytes, header, os.fsencode(options.snapshot)))
+    if options.max_size is not None and header.size > options.max_size:
+        raise RefusedError(f"has {header.size} bytes of content, more than the {options.max_size} of --max-size")
+    if options.untrusted:
+        for refused, what in (
+            (header.backing_file, "refers to a backing file"),
+            (header.has_data_file, "has an external data file"),
+            (header.corrupt, "is marked as corrupt"),
+        ):
+            if refused:
+                raise RefusedError(f"{what}, which --untrusted does not allow")
+    return header
+
+
+def _audit(layer: _Qcow2Layer) -> None:
+    refuse_double_use(layer.header, layer.mapping, layer.file.size)
+
+
+def _data_file(header: Header, image: HostFile) -> tuple[str, str]:
+    """The path of IMAGE's external data file, and what to call it. QEMU takes it relative to the current directory."""
+    if header.data_file is None:
+        raise FormatError("has an external data file, but does not record its name", name=image.name)
+    path = os.fsdecode(header.data_file)
+    if _PROTOCOL.match(header.data_file):
+        raise RefusedError(f"the external data file '{path}' is not a plain path", name=image.name)
+    return path, f"{image.name}: external data file {path}"
+
+
+def _backing_file(recorded: bytes, format_: str | None, image: HostFile) -> tuple[str, str]:
+    """The path and format of the backing file that IMAGE has RECORDED, relative to the directory that IMAGE is in."""
+    name = os.fsdecode(recorded)
+    if _PROTOCOL.match(recorded):
+        raise RefusedError(
+            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` makes it one)",
+            name=image.name,
+        )
+    if format_ is None:
+        raise RefusedError(
+            f"the format of the backing file '{name}' is not recorded, and guessing it would leave it to whoever wrote"
+            f" that file (`qemu-img rebase -u -F FORMAT -b {name} IMAGE` records it)",
+            name=image.name,
+        )
+    if format_ not in ("raw", "qcow2"):
+        raise NotNativeError(f"the backing file '{name}' is of the format {format_}", name=image.name)
+    return os.path.join(os.path.dirname(image.path), name), format_
