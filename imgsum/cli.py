@@ -138,6 +138,14 @@ def _open_options(arguments: Arguments) -> OpenOptions:
         extents=not arguments.no_extents,
         request_size=arguments.request_size,
         queue_size=arguments.queue_size,
+        reader=arguments.reader,
+        snapshot=arguments.snapshot,
+        secret_file=arguments.secret_file,
+        connections=arguments.connections,
+        connect_timeout=arguments.connect_timeout,
+        io_timeout=arguments.io_timeout,
+        untrusted=arguments.untrusted,
+        max_size=arguments.max_size,
     )
 
 

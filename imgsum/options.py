@@ -220,6 +220,36 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         default=16 * MIB,
         help="the most that is in flight over all workers (default: 16m)",
     )
+    group.add_argument(
+        "--reader",
+        metavar="WHO",
+        choices=("auto", "native", "qemu"),
+        default="auto",
+        help="who reads qcow2: imgsum itself (native), a private qemu-nbd (qemu), or that only where it must (auto)",
+    )
+    group.add_argument("--snapshot", metavar="NAME", help="read this internal snapshot (name or ID) of a qcow2 image")
+    group.add_argument("--secret-file", metavar="FILE", help="the secret of an encrypted image")
+    group.add_argument("--connections", metavar="N", type=_count, help="NBD connections (default: one for each worker)")
+    group.add_argument(
+        "--connect-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="how long an NBD server may take until it is ready (default: 30)",
+    )
+    group.add_argument(
+        "--io-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        help="how long an NBD server may take to answer a request (default: for ever)",
+    )
+    trust = parser.add_argument_group("images of strangers")
+    trust.add_argument(
+        "--untrusted",
+        action="store_true",
+        help="refuse an image that refers to anything but itself, or that is not of the format of -f, which is needed",
+    )
+    trust.add_argument("--max-size", metavar="SIZE", type=_size, help="refuse an image with more content than this")
 
 
 def _add_range(parser: argparse.ArgumentParser) -> None:
@@ -249,6 +279,22 @@ def _power_of_two(smallest: int, largest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(error.reason) from None
 
     return convert
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 1024):
+        raise argparse.ArgumentTypeError(f"not a number from 1 to 1024: '{text}'")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"not a number of seconds: '{text}'")
+    return seconds
 
 
 def _descriptor(text: str) -> int:
