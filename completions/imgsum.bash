@@ -7,15 +7,17 @@
 
 _shtab_imgsum_subparsers=(checksum algorithms)
 
-_shtab_imgsum_checksum_option_strings=(--tag -z --zero --json --stats -q --quiet -p --progress --no-progress --progress-fd -a --algorithm -b --block-size --construction -f --format -T --cache -U --force-share --no-extents --request-size --queue-size --offset --length -h --help -V --version)
+_shtab_imgsum_checksum_option_strings=(--tag -z --zero --json --stats -q --quiet -p --progress --no-progress --progress-fd -a --algorithm -b --block-size --construction -f --format -T --cache -U --force-share --no-extents --request-size --queue-size --reader --snapshot --secret-file --connections --connect-timeout --io-timeout --untrusted --max-size --offset --length -h --help -V --version)
 _shtab_imgsum_algorithms_option_strings=(--json -h --help -V --version)
 _shtab_imgsum_option_strings=(-h --help -V --version)
 
 _shtab_imgsum_checksum_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_imgsum_checksum___secret_file_COMPGEN=_shtab_compgen_files
 
 _shtab_imgsum_checksum___construction_choices=(blkhash imageio)
 _shtab_imgsum_checksum__T_choices=(writeback none)
 _shtab_imgsum_checksum___cache_choices=(writeback none)
+_shtab_imgsum_checksum___reader_choices=(auto native qemu)
 _shtab_imgsum_pos_0_choices=(checksum algorithms)
 
 _shtab_imgsum_checksum_pos_0_nargs='*'
@@ -32,6 +34,7 @@ _shtab_imgsum_checksum___no_progress_nargs=0
 _shtab_imgsum_checksum__U_nargs=0
 _shtab_imgsum_checksum___force_share_nargs=0
 _shtab_imgsum_checksum___no_extents_nargs=0
+_shtab_imgsum_checksum___untrusted_nargs=0
 _shtab_imgsum_checksum__h_nargs=0
 _shtab_imgsum_checksum___help_nargs=0
 _shtab_imgsum_checksum__V_nargs=0

@@ -1,0 +1,76 @@
+"""The package as users get it: the wheel, its files, and documentation that names every option."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import reference
+
+from imgsum import options
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", directory], cwd=ROOT, check=True)
+    (path,) = directory.glob("*.whl")
+    return path
+
+
+def test_the_wheel_works_by_itself(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    image = tmp_path / "disk.raw"
+    reference.write("64k:A 32k:- 512:R", image)
+    result = subprocess.run(
+        [sys.executable, "-m", "imgsum", "checksum", "disk.raw"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "PYTHONSAFEPATH": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == f"{reference.blkhash(image.read_bytes())}  disk.raw\n"
+    assert result.stderr == ""
+
+
+def test_the_wheel_has_types_man_pages_and_completions(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "imgsum/py.typed" in names
+    for wanted in (
+        *(f"share/man/man1/imgsum-{command}.1" for command in options.COMMANDS),
+        "share/man/man1/imgsum.1",
+        "share/bash-completion/completions/imgsum",
+        "share/zsh/site-functions/_imgsum",
+    ):
+        assert any(name.endswith(wanted) for name in names), wanted
+
+
+def option_strings() -> Iterator[tuple[str, str]]:
+    for command in options.COMMANDS:
+        for action in options.command_parser(command)._actions:
+            for option in action.option_strings:
+                yield command, option
+
+
+@pytest.mark.parametrize(("command", "option"), list(option_strings()))
+def test_every_option_is_in_the_man_page_and_the_completions(command: str, option: str) -> None:
+    page = (ROOT / "docs" / "man" / f"imgsum-{command}.1").read_text().replace("\\-", "-")
+    assert option in page
+    for completion in (ROOT / "completions").iterdir():
+        assert option in completion.read_text(), completion.name
+
+
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for command in options.COMMANDS:
+        assert f"imgsum {command}" in readme
