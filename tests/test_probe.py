@@ -52,7 +52,6 @@ RAW_HEADS = [
     b"LUKS\xba\xbe\0\x01",
     b"LUKS\xba\xbe\0\x02",
     b"EFI PART",
-    b"QED",
     b"QED\x01",
     b"vhdxfil",
     bytes(0x3F) + struct.pack("<I", 0xBEDA107F),

@@ -97,7 +97,7 @@ def test_standard_input_twice_is_empty_the_second_time(
 
 
 @pytest.mark.parametrize(
-    ("offset", "length"), [(0, 0), (0, 1), (1, None), (100, 100_000), (65536, 65536), (MIB, MIB // 2)]
+    ("offset", "length"), [(0, 0), (0, 1), (1, None), (100, 100_000), (65536, 65536), (MIB, 500_000)]
 )
 def test_ranges(offset: int, length: int | None) -> None:
     content = reference.content(SPEC)
@@ -219,7 +219,7 @@ def test_what_is_in_flight_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     assert piped(chunks()) == reference.blkhash(reference.chunks("64m:A"))
     thread.join(HANG)
-    assert most[0] <= 64 // 2
+    assert most[0] <= 40  # the pieces that may be ahead, and what the pipe and the writer hold
 
 
 # --- through the command ------------------------------------------------------------------------------------------
@@ -259,9 +259,9 @@ def test_closed_standard_input_is_an_error(more: str, tmp_path: Path) -> None:
 
 def test_a_descriptor_of_imgsums_own_is_not_an_image(tmp_path: Path, imgsum: Callable[..., object]) -> None:
     """The user's shell had no descriptor 3; that imgsum opens a file there must not make one."""
-    reference.write("64m:-", tmp_path / "a.raw")
+    reference.write("64m:A", tmp_path / "a.raw")
     fds = [f"/dev/fd/{fd}" for fd in range(3, 10)]
     stdout, stderr, status = imgsum("checksum", "-q", tmp_path / "a.raw", *fds)
-    assert stdout.decode() == f"{reference.blkhash(bytes(64 << 20))}  {tmp_path / 'a.raw'}\n"
+    assert stdout.decode() == f"{reference.blkhash(reference.chunks('64m:A'))}  {tmp_path / 'a.raw'}\n"
     assert stderr.count(b"\n") == len(fds)
     assert status == 2
