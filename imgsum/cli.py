@@ -146,6 +146,7 @@ def _open_options(arguments: Arguments) -> OpenOptions:
         io_timeout=arguments.io_timeout,
         untrusted=arguments.untrusted,
         max_size=arguments.max_size,
+        own_descriptors=False,
     )
 
 

@@ -32,7 +32,6 @@ def disk(tmp_path: Path) -> Path:
     return path
 
 
-EXPECTED = reference.blkhash(reference.content(SPEC))
 SIZE = reference.size(SPEC)
 
 

@@ -54,6 +54,8 @@ class OpenOptions(NamedTuple):
     """A file with the secret of an encrypted image."""
     snapshot: str | None = None
     """The name or ID of an internal snapshot (qcow2) to read instead of the active layer."""
+    own_descriptors: bool = True
+    """/dev/fd/N may be a descriptor that this process opened. Not so in the command, where it would be an image's."""
 
 
 class Reader(Protocol):
@@ -115,7 +117,7 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 
             if options.format not in (None, "raw"):
                 raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
-            return Stream(image, detect=options.format is None)
+            return Stream(image, detect=options.format is None, own=options.own_descriptors)
         return _open_file(image, options)
     except Error as error:
         raise error.about(image) from error.__cause__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -25,14 +26,17 @@ class Stream:
 
     format = "raw"
 
-    def __init__(self, name: str, detect: bool = True) -> None:
+    def __init__(self, name: str, detect: bool = True, own: bool = True) -> None:
         """Open NAME: one that stream_descriptor() knows, or a FIFO, whose writer is waited for. Raises OpenError.
 
-        DETECT: refuse content that is a container of some format.
+        DETECT: refuse content that is a container of some format. OWN: as OpenOptions.own_descriptors.
         """
         self.name = name
         descriptor = stream_descriptor(name)
         try:
+            # What this process was given is inheritable, what it opened itself is not.
+            if descriptor is not None and not own and not os.get_inheritable(descriptor):
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             # A duplicate shares the position, and can be closed without harm to the caller.
             self.fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC) if descriptor is None else os.dup(descriptor)
         except OSError as error:
@@ -59,9 +63,11 @@ class Stream:
         done = min(len(self._head), len(buffer))
         buffer[:done] = self._head[:done]
         self._head = self._head[done:]
-        if not self._head:
-            done += self._read(buffer[done:])
         self.position += done
+        if not self._head:
+            count = self._read(buffer[done:])
+            self.position += count
+            done += count
         if self._detect:
             self._tail = (self._tail + bytes(buffer[:done][-probe.TAIL_SIZE :]))[-probe.TAIL_SIZE :]
             if done < len(buffer):
