@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from imgsum import blkhash
@@ -17,6 +17,7 @@ from imgsum.blkhash import Construction
 from imgsum.checksums import Checksum, Task, Watcher, checksum_tasks
 from imgsum.errors import Error, MismatchError, OpenError, RefusedError, os_error_reason
 from imgsum.source import OpenOptions, is_nbd_uri, is_stream
+from imgsum.source.stream import stream_descriptor
 from imgsum.sums import Line, MalformedError, parse_line, read_lines
 
 OK, MISMATCH, ERROR, MISSING, MALFORMED = "ok", "mismatch", "error", "missing", "malformed"
@@ -29,8 +30,10 @@ class Verdict(NamedTuple):
     """`ok`; `mismatch`; `error`, could not be read; `missing`, and that is to be ignored; `malformed`, no checksum."""
     sums: str
     """The sums file, as it was given."""
+    number: int | None
+    """The line's, from 1; None when the sums file itself is what could not be read."""
     line: Line | None
-    """None when it is malformed, or when the sums file itself is what could not be read."""
+    """None when it is malformed."""
     checksum: Checksum | None
     """What was computed, if anything was."""
     error: Error | None
@@ -45,9 +48,13 @@ class Tally(NamedTuple):
     error: int = 0
     missing: int = 0
     malformed: int = 0
+    sums: int = 0
+    """1 when the sums file itself could not be read, or has no checksums."""
 
     def plus(self, verdict: Verdict) -> Tally:
         """One more."""
+        if verdict.number is None:
+            return self._replace(sums=self.sums + 1)
         return self._replace(**{verdict.status: getattr(self, verdict.status) + 1})
 
     @property
@@ -104,7 +111,7 @@ def check_sums(
     offset: int = 0,
     length: int | None = None,
     watcher: Watcher | None = None,
-) -> Iterator[Verdict]:
+) -> Generator[Verdict, None, None]:
     """A verdict for each line of the file SUMS (`-`: standard input), in order. All images share one pool.
 
     HOW: what plain lines are. ZERO: lines end with NUL, and nothing is escaped.
@@ -118,8 +125,12 @@ def check_sums(
             waiting.append(entry)
             yield entry.task
 
-    for result in checksum_tasks(tasks(), options, offset=offset, length=length, watcher=watcher):
-        yield _verdict(waiting.popleft(), sums, result)
+    results = checksum_tasks(tasks(), options, offset=offset, length=length, watcher=watcher)
+    try:
+        for result in results:
+            yield _verdict(waiting.popleft(), sums, result)
+    finally:
+        results.close()
 
 
 def _lines(sums: str, how: Construction, zero: bool) -> Iterator[Line | Error]:
@@ -163,7 +174,7 @@ def _entry(
 
 def _refusal(path: str, sums: str, options: OpenOptions) -> Error | None:
     """Why PATH, which a sums file names, is not opened; or None."""
-    if path == "-" and sums == "-":
+    if stream_descriptor(path) == stream_descriptor(sums) == 0:
         return OpenError("standard input is the sums file", name=path)
     if options.untrusted and is_nbd_uri(path):
         return RefusedError("is an NBD URI in a sums file, and --untrusted connects to nothing", name=path)
@@ -187,18 +198,20 @@ def _is_missing(path: str) -> bool:
 def _verdict(entry: _Entry, sums: str, result: Checksum | Error) -> Verdict:
     line = entry.line
     if isinstance(result, Error):
+        if isinstance(result, MalformedError):
+            return Verdict(MALFORMED, sums, result.number, None, None, result)
         if line is None:
-            status = MALFORMED if isinstance(result, MalformedError) else ERROR
-        elif entry.missing:
+            return Verdict(ERROR, sums, None, None, None, result)
+        if entry.missing:
             status = MISSING
         else:
             status = MISMATCH if isinstance(result, MismatchError) else ERROR
             _explain_command(line, result)
-        return Verdict(status, sums, line, None, result)
+        return Verdict(status, sums, line.number, line, None, result)
     assert line is not None
     if result.hexdigest == line.hexdigest and line.size in (None, result.size):
-        return Verdict(OK, sums, line, result, None)
-    return Verdict(MISMATCH, sums, line, result, _explain_mismatch(line, result))
+        return Verdict(OK, sums, line.number, line, result, None)
+    return Verdict(MISMATCH, sums, line.number, line, result, _explain_mismatch(line, result))
 
 
 def _explain_command(line: Line, error: Error) -> None:
@@ -233,3 +246,11 @@ def _is_block_device(path: str) -> bool:
         return stat.S_ISBLK(os.stat(path).st_mode)
     except (OSError, ValueError):
         return False
+
+
+def count_lines(sums: str, zero: bool) -> int | None:
+    """About how many images SUMS lists, for the progress; None when it can't be read twice."""
+    if not _is_file(sums):
+        return None
+    with open(sums, "rb", buffering=0) as file:
+        return sum(1 for _, line in read_lines(file.fileno(), zero) if line and not line.startswith(b"#"))

@@ -130,7 +130,7 @@ def checksum_tasks(
     length: int | None = None,
     watcher: Watcher | None = None,
     workers: int = WORKERS,
-) -> Iterator[Checksum | Error]:
+) -> Generator[Checksum | Error, None, None]:
     """As checksum_images(), for images that are each done in their own way.
 
     TASKS are asked for only as far ahead as needed. Neighbours share a pool while their pieces are of one size: the

@@ -7,7 +7,7 @@ in one worker and compares them, Pair._maps() takes the pieces in content order.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from queue import SimpleQueue
 from types import TracebackType
@@ -91,12 +91,19 @@ class Pair:
         self._offset, self._length = offset, length
         self._sides: list[Content | Stream] = []
         self._stream_ended = False
+        self._running: Generator[tuple[int, bytes | int], None, None] | None = None
         try:
             self._sides.append(open_content(first, options, offset, length))
             self._sides.append(open_content(second, second_options, offset, length))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """QEMU's names of both formats."""
+        first, second = (side.source.format if isinstance(side, Content) else side.format for side in self._sides)
+        return first, second
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -106,11 +113,13 @@ class Pair:
 
     def differences(self, *, strict: bool = False, watcher: Watcher | None = None) -> Iterator[Range]:
         """Every range that differs, in order and lazily. STRICT: the longer image's rest differs, whatever it is."""
-        return differences.ranges(self._run(strict, None, watcher))
+        self._running = self._run(strict, None, watcher)
+        return differences.ranges(self._running)
 
     def first_difference(self, *, strict: bool = False, watcher: Watcher | None = None) -> int | None:
         """The offset of the first byte that differs, or None. Nothing after it is waited for."""
-        for offset, differs in self._run(strict, 1, watcher):
+        self._running = self._run(strict, 1, watcher)
+        for offset, differs in self._running:
             return offset if isinstance(differs, int) else offset + differs.index(1)
         return None
 
@@ -123,7 +132,9 @@ class Pair:
                 raise error.about(name) from error.__cause__
 
     def close(self) -> None:
-        """Close both. Closing twice is harmless."""
+        """End what runs, and close both. Closing twice is harmless."""
+        if self._running:
+            self._running.close()
         while self._sides:
             self._sides.pop().close()
 
@@ -138,7 +149,9 @@ class Pair:
             return side.length
         return side.position - self._offset if self._stream_ended else None
 
-    def _run(self, strict: bool, most: int | None, watcher: Watcher | None) -> Iterator[tuple[int, bytes | int]]:
+    def _run(
+        self, strict: bool, most: int | None, watcher: Watcher | None
+    ) -> Generator[tuple[int, bytes | int], None, None]:
         """Maps of what differs, as differences.ranges() takes them, in content order; at most MOST of each piece."""
         if watcher:
             known = [size for size in self.sizes if size is not None]

@@ -29,7 +29,10 @@ _UNESCAPED = {b"\\": b"\\", b"n": b"\n", b"r": b"\r"}
 
 
 class MalformedError(Error):
-    """A line that no rule allows. `name` is that of the sums file, and the reason begins with the line's number."""
+    """A line that no rule allows. `name` is that of the sums file."""
+
+    number = 0
+    """The line's, from 1."""
 
 
 class Line(NamedTuple):
@@ -73,7 +76,9 @@ def parse_line(number: int, line: bytes | None, default: Construction, zero: boo
     try:
         return _parse(number, line, default, zero)
     except (MalformedError, UsageError) as error:
-        raise MalformedError(f"{number}: {error.reason}") from None
+        malformed = MalformedError(f"line {number}: {error.reason}")
+        malformed.number = number
+        raise malformed from None
 
 
 def _parse(number: int, line: bytes | None, default: Construction, zero: bool) -> Line | None:
