@@ -89,5 +89,3 @@ def os_error_reason(error: OSError) -> str:
 
 class MismatchError(Error):
     """The image is not what it was said to be: nothing is wrong with reading it."""
-
-    exit_status = 1
