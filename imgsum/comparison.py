@@ -27,7 +27,7 @@ from imgsum.units import KIB, MAX_SIZE, MIB
 _LARGEST_PIECE = 4 * MIB  # of one side, so that two buffers for each worker, and maps, stay small
 _ALIGNMENT = 64 * KIB  # of extents, so that both sides read whole pages and clusters
 _STRETCH = 64 * MIB  # of data extents that are merged before they are laid over those of the other side
-_AHEAD = 2 * WORKERS  # pieces whose maps may wait for the head: with everything different each is as large as its data
+_MAPS = 16 * MIB  # of maps may wait for the head: with everything different each is as large as its piece
 
 
 class Comparison(NamedTuple):
@@ -157,7 +157,8 @@ class Pair:
             known = [size for size in self.sizes if size is not None]
             watcher.begin(self.names[0], max(known) if len(known) == 2 else None)
         try:
-            with Pipeline[_Piece](self._workers, ahead=_AHEAD) as pool:
+            ahead = max(2 * self._workers, min(4 * WORKERS, _MAPS // self.piece_size))
+            with Pipeline[_Piece](self._workers, ahead=ahead) as pool:
                 for piece in pool.run(self._feed(strict, most)):
                     if piece.error is not None:
                         raise piece.error

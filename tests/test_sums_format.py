@@ -41,9 +41,7 @@ def taken(line: bytes, number: int = 2, *, zero: bool = False) -> tuple[bytes, s
 
 def result(name: bytes, algorithm: str = "sha256", block_size: int = 65536, construction: str = "blkhash") -> Checksum:
     hexdigest = reference.imageio(CONTENT) if construction == "imageio" else reference.blkhash(CONTENT, algorithm)
-    return Checksum(
-        hexdigest, algorithm, block_size, len(CONTENT), "raw", os.fsdecode(name), construction, STATS, None
-    )
+    return Checksum(hexdigest, algorithm, block_size, len(CONTENT), "raw", os.fsdecode(name), construction, STATS, None)
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------
