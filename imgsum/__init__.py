@@ -14,20 +14,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from imgsum.checking import Report, Verdict, check
     from imgsum.checksums import Checksum, Stats, checksum
+    from imgsum.comparison import Comparison, compare
+    from imgsum.differences import Range
     from imgsum.errors import Error
     from imgsum.source import OpenOptions
 
-__all__ = ["Checksum", "Error", "OpenOptions", "Stats", "__version__", "checksum"]
+__all__ = [
+    "Checksum",
+    "Comparison",
+    "Error",
+    "OpenOptions",
+    "Range",
+    "Report",
+    "Stats",
+    "Verdict",
+    "__version__",
+    "check",
+    "checksum",
+    "compare",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Checksum": "checksums",
+    "Comparison": "comparison",
     "Error": "errors",
     "OpenOptions": "source",
+    "Range": "differences",
+    "Report": "checking",
     "Stats": "checksums",
+    "Verdict": "checking",
+    "check": "checking",
     "checksum": "checksums",
+    "compare": "comparison",
 }
 
 

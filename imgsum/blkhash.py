@@ -8,6 +8,7 @@ and its library blkhash. imageio's, of oVirt, is the same without the size, by b
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from imgsum import digest
@@ -50,6 +51,7 @@ def construction(name: str = "blkhash", algorithm: str | None = None, block_size
     return Construction(name, loaded, block_size, size_at_end=True)
 
 
+@lru_cache(maxsize=16)  # 40 us for 64 KiB of sha256, 6 ms for imageio's 4 MiB: too much for each of many small images
 def zero_digest(algorithm: Algorithm, length: int) -> bytes:
     """H of LENGTH zeros."""
     h = algorithm.new()

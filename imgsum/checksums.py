@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator
+from itertools import groupby
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from imgsum import blkhash
 from imgsum.blkhash import BlkHash, Construction
-from imgsum.content import Content, Image, image_name, open_content
-from imgsum.errors import Error, ReadError
+from imgsum.content import Content, Image, image_name, open_content, skip_stream
+from imgsum.errors import Error, MismatchError, ReadError
 from imgsum.extent import Extent, align, coalesce
 from imgsum.pipeline import WORKERS, Piece, Pipeline, Worker, page_aligned
 from imgsum.source import OpenOptions
@@ -55,6 +56,19 @@ class Checksum(NamedTuple):
     stats: Stats
     note: str | None
     """What a user should know about this value, or None."""
+
+
+class Task(NamedTuple):
+    """One image to be done, among others that may be done in other ways."""
+
+    image: Image
+    how: Construction
+    size: int | None = None
+    """What the content's size must be, if that is known: another one is an error, and nothing is read."""
+    format: str | None = None
+    """The same of the format."""
+    error: Error | None = None
+    """Why there is nothing to do. It takes its place among the results."""
 
 
 class Watcher(Protocol):
@@ -104,13 +118,42 @@ def checksum_images(
     workers: int = WORKERS,
 ) -> Generator[Checksum | Error, None, None]:
     """For each of IMAGES in turn its checksum, or the Error that says why there is none. One pool serves them all."""
-    piece_size = max(options.request_size, how.block_size)
-    workers = max(1, min(workers, options.queue_size // piece_size))
+    tasks = (Task(image, how) for image in images)
+    return checksum_tasks(tasks, options, offset=offset, length=length, watcher=watcher, workers=workers)
+
+
+def checksum_tasks(
+    tasks: Iterable[Task],
+    options: OpenOptions,
+    *,
+    offset: int = 0,
+    length: int | None = None,
+    watcher: Watcher | None = None,
+    workers: int = WORKERS,
+) -> Generator[Checksum | Error, None, None]:
+    """As checksum_images(), for images that are each done in their own way.
+
+    TASKS are asked for only as far ahead as needed. Neighbours share a pool while their pieces are of one size: the
+    workers' buffers are of that size, and their number follows from it.
+    """
+    for piece_size, neighbours in groupby(tasks, lambda task: max(options.request_size, task.how.block_size)):
+        pool_size = max(1, min(workers, options.queue_size // piece_size))
+        yield from _run_pool(neighbours, pool_size, options, offset, length, watcher)
+
+
+def _run_pool(
+    tasks: Iterable[Task],
+    workers: int,
+    options: OpenOptions,
+    offset: int,
+    length: int | None,
+    watcher: Watcher | None,
+) -> Iterator[Checksum | Error]:
     current: _Job | None = None
     jobs: list[_Job] = []  # what is open, in order
     try:
         with Pipeline[_Piece](workers) as pipeline:
-            for piece in pipeline.run(_feed(images, jobs, how, options, offset, length)):
+            for piece in pipeline.run(_feed(tasks, jobs, options, offset, length)):
                 job = piece.job
                 if watcher and job is not current:
                     current = job
@@ -132,20 +175,22 @@ def checksum_images(
 
 
 def _feed(
-    images: Iterable[Image],
+    tasks: Iterable[Task],
     jobs: list[_Job],
-    how: Construction,
     options: OpenOptions,
     offset: int,
     length: int | None,
 ) -> Iterator[_Piece]:
     """The pieces of all images, in order: an image is opened while those before it are still being hashed."""
-    for image in images:
-        job = _Job(image_name(image), how, options)
+    for task in tasks:
+        job = _Job(image_name(task.image), task.how, options)
         jobs.append(job)
         end = _EndPiece(job)
         try:
-            job.content = open_content(image, options, offset, length)
+            if task.error is not None:
+                raise task.error
+            job.content = open_content(task.image, options, offset, length)
+            _check_expected(task, job.content)
             if isinstance(job.content, Stream):
                 yield from _stream_pieces(job, job.content, offset, length)
             else:
@@ -154,6 +199,15 @@ def _feed(
         except Exception as error:  # in content order, like a worker's
             end.error = error
         yield end
+
+
+def _check_expected(task: Task, content: Content | Stream) -> None:
+    found = content.source.format if isinstance(content, Content) else content.format
+    if task.format is not None and found != task.format:
+        raise MismatchError(f"the format is {found}, and the sum is of {task.format}")
+    if isinstance(content, Content) and task.size is not None and content.length != task.size:
+        hint = f" (--length {task.size} reads no more of it)" if content.length > task.size else ""
+        raise MismatchError(f"has {content.length} bytes, and the sum is of {task.size} bytes{hint}")
 
 
 def _pieces(job: _Job, content: Content) -> Iterator[_Piece]:
@@ -173,13 +227,7 @@ def _stream_pieces(job: _Job, stream: Stream, skip: int, length: int | None) -> 
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(max(1, min(WORKERS, job.options.queue_size // job.piece_size))):
         buffers.put(memoryview(page_aligned(job.piece_size)))
-    while skip and job.error is None:
-        buffer = buffers.get()
-        count = stream.fill(buffer[:skip])
-        buffers.put(buffer)
-        if count == 0:
-            raise ReadError("the stream ends before the range that was asked for", offset=stream.position)
-        skip -= count
+    skip_stream(stream, skip, buffers)
     left = length
     while left != 0 and job.error is None:
         buffer = buffers.get()

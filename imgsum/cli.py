@@ -102,6 +102,20 @@ def _checksum(arguments: Arguments) -> int:
     return status
 
 
+def _check(arguments: Arguments) -> int:
+    from imgsum import commands
+
+    return commands.check(arguments, _open_options(arguments), lambda images: _watcher(arguments, images))
+
+
+def _compare(arguments: Arguments) -> int:
+    from imgsum import commands
+
+    options = _open_options(arguments)
+    second = options._replace(format=_known_format(arguments.second_format))
+    return commands.compare(arguments, options, second, _watcher(arguments, 1))
+
+
 def _algorithms(arguments: Arguments) -> int:
     from imgsum import digest, report
 
@@ -123,16 +137,14 @@ def _algorithms(arguments: Arguments) -> int:
     return OK
 
 
-_RUN = {"checksum": _checksum, "algorithms": _algorithms}
+_RUN = {"checksum": _checksum, "check": _check, "compare": _compare, "algorithms": _algorithms}
 
 
 def _open_options(arguments: Arguments) -> OpenOptions:
-    from imgsum.source import FORMATS, OpenOptions
+    from imgsum.source import OpenOptions
 
-    if arguments.format is not None and arguments.format not in FORMATS:
-        raise UsageError(f"unknown format '{printable(arguments.format)}' (one of {', '.join(FORMATS)})")
     return OpenOptions(
-        format=arguments.format,
+        format=_known_format(arguments.format),
         direct=arguments.cache == "none",
         force_share=arguments.force_share,
         extents=not arguments.no_extents,
@@ -150,8 +162,16 @@ def _open_options(arguments: Arguments) -> OpenOptions:
     )
 
 
-def _watcher(arguments: Arguments, images: int) -> Watcher | None:
-    """Who hears of the progress, or None."""
+def _known_format(name: str | None) -> str | None:
+    from imgsum.source import FORMATS
+
+    if name is not None and name not in FORMATS:
+        raise UsageError(f"unknown format '{printable(name)}' (one of {', '.join(FORMATS)})")
+    return name
+
+
+def _watcher(arguments: Arguments, images: int | None) -> Watcher | None:
+    """Who hears of the progress of so many images (None: nobody knows how many), or None."""
     from imgsum import progress
 
     if arguments.progress_fd is not None:

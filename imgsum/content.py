@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
 
-from imgsum.errors import OpenError
+from imgsum.errors import OpenError, ReadError
 from imgsum.extent import Extent, tile
 from imgsum.pipeline import WORKERS, Worker
 from imgsum.source import OpenOptions, Reader, Source, open_source
@@ -81,3 +82,16 @@ def open_content(image: Image, options: OpenOptions, start: int = 0, length: int
     except BaseException:
         source.close()
         raise
+
+
+def skip_stream(stream: Stream, count: int, buffers: SimpleQueue[memoryview]) -> None:
+    """Read COUNT bytes of STREAM, into one of BUFFERS, to be at the range that was asked for. Raises ReadError."""
+    buffer = buffers.get()
+    while count:
+        filled = stream.fill(buffer[:count])
+        if filled == 0:
+            raise ReadError(
+                "the stream ends before the range that was asked for", name=stream.name, offset=stream.position
+            )
+        count -= filled
+    buffers.put(buffer)

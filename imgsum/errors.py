@@ -85,3 +85,7 @@ def os_error_reason(error: OSError) -> str:
     """What the system says of ERROR, in lower case as messages are, e.g. `no such file or directory`."""
     text = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
+
+class MismatchError(Error):
+    """The image is not what it was said to be: nothing is wrong with reading it."""

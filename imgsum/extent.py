@@ -88,3 +88,23 @@ def coalesce(extents: Iterable[Extent], most: int, most_zero: int) -> Iterator[E
             start, length = start + limit, length - limit
     if length:
         yield Extent(start, length, zero)
+
+
+def cut(extents: Iterable[Extent], most: int) -> Iterator[Extent]:
+    """EXTENTS in parts of at most MOST bytes. Lazily, however long they are."""
+    for start, length, zero in extents:
+        for at in range(start, start + length, most):
+            yield Extent(at, min(most, start + length - at), zero)
+
+
+def overlay(first: Iterable[Extent], second: Iterable[Extent]) -> Iterator[tuple[int, int, tuple[bool, bool]]]:
+    """Two runs that tile the same range, laid over each other: start, length, and whether each is zero there."""
+    one, other = iter(first), iter(second)
+    a, b = next(one, None), next(other, None)
+    while a is not None and b is not None:
+        start, end = max(a.start, b.start), min(a.end, b.end)
+        yield start, end - start, (a.zero, b.zero)
+        if a.end == end:
+            a = next(one, None)
+        if b.end == end:
+            b = next(other, None)

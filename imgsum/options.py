@@ -15,10 +15,17 @@ from imgsum.units import KIB, MIB, parse_power_of_two, parse_size
 
 COMMANDS = {
     "checksum": "print a checksum for each image",
+    "check": "verify images against checksums",
+    "compare": "is the content the same, and where not?",
     "algorithms": "list the algorithms that -a takes",
 }
 
-_NAMES = {"checksum": ("images", "IMAGE", "*"), "algorithms": (None, "", "")}
+_NAMES: dict[str, tuple[str | None, str, str | int]] = {
+    "checksum": ("images", "IMAGE", "*"),
+    "check": ("sums", "SUMS", "*"),
+    "compare": ("images", "IMAGE", 2),
+    "algorithms": (None, "", 0),
+}
 
 _SOURCES = """\
 an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
@@ -112,7 +119,7 @@ def command_parser(command: str, for_docs: bool = False) -> _Parser:
     parser = _Parser(
         prog=f"imgsum {command}",
         usage=f"imgsum {command} [OPTION]..."
-        + (f" [{metavar}]..." if count == "*" else f" {metavar}" * (dest is not None)),
+        + (f" {metavar}" * count if isinstance(count, int) else f" [{metavar}]..."),
         description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
         epilog=_SOURCES if dest else None,
         add_help=False,
@@ -152,14 +159,57 @@ def _checksum_options(parser: argparse.ArgumentParser) -> None:
     _add_range(parser)
 
 
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    lines = parser.add_argument_group("sums files")
+    lines.add_argument("-z", "--zero", action="store_true", help="lines end with NUL, and no names are escaped")
+    lines.add_argument(
+        "--relative-to-sums",
+        action="store_true",
+        help="names are relative to the directory of SUMS, not to the current one",
+    )
+    lines.add_argument("--ignore-missing", action="store_true", help="skip images that do not exist")
+    strictness = lines.add_mutually_exclusive_group()
+    strictness.add_argument(
+        "--ignore-malformed", action="store_true", help="skip lines that are not checksums of images"
+    )
+    strictness.add_argument("--strict", action="store_true", help="fail for such lines, which is the default")
+    lines.add_argument(
+        "-w", "--warn", action="store_true", help="report each such line, also with --ignore-malformed and --status"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--status", action="store_true", help="print no verdicts and no counts: the status says it")
+    _add_output(output, quiet="print no OK, no hints and no progress")
+    _add_construction(parser)
+    _add_reading(parser)
+    _add_range(parser)
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    comparison = parser.add_argument_group("comparison")
+    comparison.add_argument(
+        "--all", action="store_true", help="print every range that differs, not only the first byte"
+    )
+    comparison.add_argument(
+        "-s", "--strict", action="store_true", help="images of different sizes differ, even if the rest is zeros"
+    )
+    comparison.add_argument(
+        "-F", "--second-format", metavar="FORMAT", help="the second image's format, instead of detecting it"
+    )
+    _add_output(parser.add_argument_group("output"), quiet="print nothing: the status says it")
+    _add_reading(parser)
+    _add_range(parser)
+
+
 def _algorithms_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each algorithm")
 
 
-def _add_output(group: argparse._ArgumentGroup) -> None:
+def _add_output(
+    group: argparse._ArgumentGroup, quiet: str = "no notes and no progress, only results and errors"
+) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object for each image, also for failures")
     group.add_argument("--stats", action="store_true", help="say what was read, what was skipped, and how long it took")
-    group.add_argument("-q", "--quiet", action="store_true", help="no notes and no progress, only results and errors")
+    group.add_argument("-q", "--quiet", action="store_true", help=quiet)
     group.add_argument("-p", "--progress", action="store_true", help="show progress at once, and off a terminal too")
     group.add_argument("--no-progress", action="store_true", help="never show progress")
     group.add_argument(
@@ -260,6 +310,8 @@ def _add_range(parser: argparse.ArgumentParser) -> None:
 
 _ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "checksum": _checksum_options,
+    "check": _check_options,
+    "compare": _compare_options,
     "algorithms": _algorithms_options,
 }
 

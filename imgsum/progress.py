@@ -89,7 +89,7 @@ class Lines:
 
     def end(self) -> None:
         """See Watcher."""
-        if self._begun and (self._size is None or self._done == self._size):
+        if self._begun and (self._done == self._size or (self._size is None and self._done)):
             self._line()
         self._begun = False
 
@@ -102,9 +102,12 @@ class Lines:
 
 
 class Descriptor:
-    """`N/100` lines, as nbdcopy writes them: percent of all images together, each counting the same."""
+    """`N/100` lines, as nbdcopy writes them: percent of all images together, each counting the same.
 
-    def __init__(self, write: Write, images: int) -> None:
+    None are written when the number of images is not known.
+    """
+
+    def __init__(self, write: Write, images: int | None) -> None:
         self._write: Write | None = write
         self._images = images
         self._ended = 0
@@ -131,6 +134,8 @@ class Descriptor:
         self._begun = False
 
     def _percent(self, fraction: float) -> None:
+        if not self._images:
+            return
         percent = int(100 * (self._ended + fraction) / self._images)
         if percent > self._last and self._write:
             self._last = percent

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from imgsum import blkhash
 from imgsum.checksums import Checksum, Stats
-from imgsum.errors import Error
+from imgsum.errors import Error, printable
 from imgsum.units import GIB, KIB, MIB, format_size
+
+if TYPE_CHECKING:
+    from imgsum.checking import Tally, Verdict
+    from imgsum.comparison import Pair
 
 SCHEMA = 1
 
@@ -85,6 +90,57 @@ def error_json(error: Error) -> str:
     if error.offset is not None:
         record["offset"] = error.offset
     return to_json(record)
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """`NAME: OK` and the like, for a verdict of a line. Escaped as in coreutils, and control characters too."""
+    assert verdict.line is not None
+    name = escape(verdict.line.name)
+    mark = "" if name == verdict.line.name else "\\"
+    words = {"ok": "OK", "mismatch": "FAILED"}.get(verdict.status, "FAILED open or read")
+    return f"{mark}{printable(name)}: {words}"
+
+
+def verdict_json(verdict: Verdict, stats: bool = False) -> str:
+    """VERDICT as one JSON object. It has `checksum` only when every byte was read."""
+    record: dict[str, object] = {"schema": SCHEMA, "status": verdict.status, "sums": name_record(verdict.sums)["name"]}
+    line, result = verdict.line, verdict.checksum
+    if verdict.number is not None:
+        record["line"] = verdict.number
+    if line is not None:
+        record |= {**name_record(line.name), "expected": line.hexdigest}
+        record |= {"algorithm": line.how.algorithm.name, "block_size": line.how.block_size}
+        if line.how.name != "blkhash":
+            record["construction"] = line.how.name
+    if result is not None:
+        record |= {"checksum": result.hexdigest, "size": result.size, "format": result.format}
+        if stats:
+            record["stats"] = stats_record(result.stats)
+    if verdict.error is not None and verdict.status != "missing":
+        record["reason" if verdict.status == "mismatch" else "error"] = verdict.error.message()
+    return to_json(record)
+
+
+def tally_lines(tally: Tally) -> list[str]:
+    """How many lines were not as they should be, in the words of coreutils."""
+
+    def count(number: int, one: str, many: str) -> list[str]:
+        return [f"WARNING: {number} {one if number == 1 else many}"] if number else []
+
+    return [
+        *count(tally.malformed, "line is improperly formatted", "lines are improperly formatted"),
+        *count(tally.error, "listed file could not be read", "listed files could not be read"),
+        *count(tally.mismatch, "computed checksum did NOT match", "computed checksums did NOT match"),
+    ]
+
+
+def comparison_json(pair: Pair, **verdict: object) -> str:
+    """What became of PAIR as one JSON object: VERDICT, and its images."""
+    images = [
+        {**name_record(name), "size": size, "format": image_format}
+        for name, size, image_format in zip(pair.names, pair.sizes, pair.formats, strict=True)
+    ]
+    return to_json({"schema": SCHEMA, **verdict, "images": images})
 
 
 def name_record(name: str) -> dict[str, object]:

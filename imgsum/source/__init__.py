@@ -110,7 +110,7 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
     if not isinstance(image, str):
         raise OpenError("commands that serve NBD can't be read yet")
     try:
-        if image.startswith(_NBD_SCHEMES):
+        if is_nbd_uri(image):
             raise OpenError("NBD exports can't be read yet")
         if is_stream(image):
             from imgsum.source.stream import Stream
@@ -121,6 +121,11 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
         return _open_file(image, options)
     except Error as error:
         raise error.about(image) from error.__cause__
+
+
+def is_nbd_uri(image: str) -> bool:
+    """Whether IMAGE is taken for an NBD URI, and not for a path."""
+    return image.startswith(_NBD_SCHEMES)
 
 
 def is_stream(image: str) -> bool:

@@ -1,0 +1,150 @@
+"""`imgsum check` and `imgsum compare`: what they print, and their exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from imgsum import blkhash, checking, report
+from imgsum.checking import Tally, Verdict
+from imgsum.checksums import Watcher
+from imgsum.comparison import Pair
+from imgsum.errors import Error, UsageError, printable
+from imgsum.options import Arguments
+from imgsum.source import OpenOptions
+
+OK, DIFFERENT, TROUBLE = 0, 1, 2
+
+
+def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Watcher | None]) -> int:
+    """Verify what each sums file lists. The status is the worst of theirs."""
+    names = arguments.names or ["-"]
+    for name in names:
+        if hasattr(name, "words"):
+            raise UsageError(f"check reads files of checksums, not a command: '{printable(name)}'")
+    watcher = watch(_count_lines(names, arguments))
+    try:
+        return max([_check_file(name, arguments, options, watcher) for name in names])
+    finally:
+        if watcher:
+            watcher.end()
+
+
+def _count_lines(names: list[str], arguments: Arguments) -> int | None:
+    if arguments.progress_fd is None:  # nobody else wants to know
+        return None
+    counts = [checking.count_lines(name, arguments.zero) for name in names]
+    return sum(count or 0 for count in counts) if None not in counts else None
+
+
+def _check_file(sums: str, arguments: Arguments, options: OpenOptions, watcher: Watcher | None) -> int:
+    how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
+    tally = Tally()
+    verdicts = checking.check_sums(
+        sums,
+        how,
+        options,
+        zero=arguments.zero,
+        relative_to_sums=arguments.relative_to_sums,
+        ignore_missing=arguments.ignore_missing,
+        offset=arguments.offset,
+        length=arguments.length,
+        watcher=watcher,
+    )
+    try:
+        for verdict in verdicts:
+            tally = tally.plus(verdict)
+            _print_verdict(verdict, arguments)
+    finally:
+        verdicts.close()  # also when a signal comes while a verdict is printed
+    if not arguments.status:
+        for line in report.tally_lines(tally):
+            report.warn(line)
+    if not (tally.verified or tally.error or tally.sums):
+        report.warn(f"{printable(sums)}: no file was verified")
+    malformed = tally.malformed and not arguments.ignore_malformed
+    if tally.error or tally.sums or malformed or not tally.verified:
+        return TROUBLE
+    return DIFFERENT if tally.mismatch else OK
+
+
+def _print_verdict(verdict: Verdict, arguments: Arguments) -> None:
+    """On standard output what became of the line; on standard error what more there is to say."""
+    passed = verdict.status in (checking.OK, checking.MISSING)
+    if not arguments.status and not (passed and arguments.quiet):
+        if arguments.json:
+            report.write(report.verdict_json(verdict, stats=arguments.stats))
+        elif verdict.line is not None and verdict.status != checking.MISSING:
+            report.write(report.verdict_line(verdict))
+    if arguments.stats and verdict.checksum is not None and not arguments.json:
+        report.warn(f"{printable(verdict.checksum.name)}: {report.stats_text(verdict.checksum.stats)}")
+    if verdict.error is None or verdict.status == checking.MISSING:
+        return
+    hushed = arguments.status or (verdict.status == checking.MALFORMED and arguments.ignore_malformed)
+    if verdict.status == checking.ERROR or arguments.warn or not hushed:
+        report.warn(str(verdict.error))
+
+
+def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, watcher: Watcher | None) -> int:
+    """Compare two images."""
+    if len(arguments.names) != 2:
+        raise UsageError(f"compare takes two images, not {len(arguments.names)}")
+    first_image, second_image = (getattr(name, "words", name) for name in arguments.names)
+    try:
+        with Pair(first_image, second_image, options, second, offset=arguments.offset, length=arguments.length) as pair:
+            same = _list_ranges(pair, arguments, watcher) if arguments.all else _find_first(pair, arguments, watcher)
+            if not arguments.quiet:
+                _note_sizes(pair, same)
+    except Error as error:
+        if arguments.json:
+            report.write(report.error_json(error))
+        raise
+    return OK if same else DIFFERENT
+
+
+def _find_first(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bool:
+    """Print the verdict, with the first byte that differs. Whether none does."""
+    first, second = pair.sizes
+    if arguments.strict and first != second and None not in pair.sizes:
+        _print_result(pair, arguments, f"images differ in size: {first} and {second} bytes", identical=False)
+        return False
+    offset = pair.first_difference(strict=arguments.strict, watcher=watcher)
+    pair.check_unchanged()
+    if offset is None:
+        _print_result(pair, arguments, "images are identical", identical=True)
+        return True
+    _print_result(pair, arguments, f"images differ at offset {offset}", identical=False, offset=offset)
+    return False
+
+
+def _list_ranges(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bool:
+    """Print every range that differs, as it is found, and then the verdict. Whether there is none."""
+    ranges = size = 0
+    offset = None
+    for start, length in pair.differences(strict=arguments.strict, watcher=watcher):
+        offset = start if offset is None else offset
+        ranges, size = ranges + 1, size + length
+        record = report.to_json({"schema": report.SCHEMA, "start": start, "length": length}) if arguments.json else ""
+        if not arguments.quiet:
+            report.write(record or f"differs: offset {start}, {length} bytes")
+    pair.check_unchanged()
+    if not ranges:
+        _print_result(pair, arguments, "images are identical", identical=True)
+        return True
+    text = f"images differ in {ranges} range{'s' * (ranges > 1)}, {size} bytes"
+    _print_result(pair, arguments, text, identical=False, offset=offset, ranges=ranges, bytes=size)
+    return False
+
+
+def _print_result(pair: Pair, arguments: Arguments, text: str, **verdict: object) -> None:
+    if not arguments.quiet:
+        report.write(report.comparison_json(pair, **verdict) if arguments.json else text)
+
+
+def _note_sizes(pair: Pair, same: bool) -> None:
+    """Say that the sizes are not the same, and what that means."""
+    first, second = pair.sizes
+    if first is None or second is None or first == second:
+        return
+    names = [printable(name) for name in pair.names]
+    rest = "the rest is zeros" if same else f"--length {min(first, second)} compares what both have"
+    report.warn(f"{names[0]} has {first} bytes, {names[1]} has {second} bytes: {rest}")
