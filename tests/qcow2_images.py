@@ -28,7 +28,7 @@ class Image(NamedTuple):
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
     """Run COMMAND; its stdout. Raises RuntimeError with what it said when it fails."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, cwd=cwd)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, errors="replace", check=False, cwd=cwd)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
