@@ -5,7 +5,7 @@ offset of an L2 table, which has one cluster; an entry of that says what a clust
 together say of a contiguous range.
 
 Tables are read in slices, only where they are needed, and kept in a bounded cache. A slice may have thousands of entries
-that say one thing: those are compared in C, many at a time, as an `if` for each takes 3.75 s for 1 TiB, and this 0.4 s.
+that say one thing: those are compared in C, many at a time, as a loop over those of 1 TiB takes 3.75 s, and this 0.15 s.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def resolve(layers: Sequence[Layer], start: int, end: int) -> Iterator[tuple[int
             stack.pop()
 
 
-_SLICE = 16 * KIB
-"""Bytes of a table that are read at once: 128 MiB of content with 64 KiB clusters. A chain needs one for each image."""
+_SLICE = 32 * KIB
+"""Bytes of a table that are read at once: 256 MiB of content with 64 KiB clusters. A chain needs one for each image."""
 
 _OFFSET_MASK = 0x00FFFFFFFFFFFE00
 _COPIED, _COMPRESSED_FLAG, _ZERO_FLAG = 1 << 63, 1 << 62, 1
@@ -149,6 +149,8 @@ class Mapping:
         self._slice_bits = header.l2_bits  # log2 of the entries of a slice of an L2 table
         while self._entry_size << self._slice_bits > _SLICE:
             self._slice_bits -= 1
+        self._alike = _progression(0)
+        self._contiguous = _progression(self._cluster_size)
         self._read = read
         self._file_size = file_size
         self._data_size = data_size
@@ -232,7 +234,7 @@ class Mapping:
         entries, _ = self._table(self._header.l1_offset + first * 8, _SLICE, 8, last - first, at, "L1 table")
         entry = entries[index - first]
         if not entry:
-            same = _alike(entries, index - first, last - first, 0)
+            same = self._alike.length(entries, index - first, last - first)
             return 0, min(end, index + same << shift)
         offset = entry & _OFFSET_MASK
         if offset % self._cluster_size:
@@ -282,9 +284,9 @@ class Mapping:
             alike = 1
             step = cluster_size if host or kind == DATA else 0
             if index + 1 < last and entries[index + 1] == entry + step and host < _SANE:
-                alike = _alike(entries, index, last, step)
+                alike = (self._contiguous if step else self._alike).length(entries, index, last)
                 if bitmaps is not None:
-                    alike = min(alike, _alike(bitmaps, index, last, 0))
+                    alike = min(alike, self._alike.length(bitmaps, index, last))
             begin, stop = max(at, start), min(at + alike * cluster_size, end)
             yield Run(begin, stop - begin, kind, host + begin - at if kind == DATA else 0)
             index += alike
@@ -347,44 +349,53 @@ def _decode(raw: bytes, entry_size: int) -> Table:
     return (words, None) if entry_size == 8 else (words[::2], words[1::2])
 
 
-def _alike(entries: array[int], index: int, last: int, step: int) -> int:
-    """How many of ENTRIES from INDEX on, before LAST, are each STEP more than the one before; at least 1."""
-    first, count = entries[index], 1
-    for size in (8, 64, last):  # short runs stay cheap
-        size = min(size, last - index - count)
-        if not size:
-            break
-        found = entries[index + count : index + count + size]
-        wanted = _progression(first + count * step, step, size)
-        if found != wanted:
-            low, high = 0, size  # the first `low` are as wanted, the first `high` are not
-            while high - low > 1:
-                middle = (low + high) // 2
-                if found[low:middle] == wanted[low:middle]:
-                    low = middle
-                else:
-                    high = middle
-            return count + low
-        count += size
-    return count
+_SHORT = 32  # entries; runs up to this are found one by one, which takes 1.5 us, where the rest takes 7
 
 
-def _progression(first: int, step: int, size: int) -> array[int]:
-    """FIRST, FIRST + STEP ... : SIZE of them."""
-    if not step:
-        return array("Q", [first]) * size
-    if size <= 256:
-        return array("Q", range(first, first + size * step, step))
-    # As one huge integer: 9 ns for each entry, where array(range()) takes 36.
-    ramp, ones = _ramp(step)
-    words = array("Q")
-    words.frombytes((ramp + ones * first).to_bytes(_SLICE, sys.byteorder))
-    return words[:size] if sys.byteorder == "little" else words[::-1][:size]
+class _Progression:
+    """Runs of entries that are each `step` more than the one before.
+
+    Many entries are compared as one integer that has them for its 64-bit digits: 3 ns for each, where making and
+    comparing an array takes 26 and a loop 50. What is wanted mostly is what was wanted last plus a constant.
+    Safe from any thread: each change is of one reference.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        count = _SLICE // 8
+        ramp = _digits(array("Q", range(0, count * step, step))) if step else 0
+        self._last = (0, ramp)
+        ones = _digits(array("Q", [1]) * count)
+        self._of_all = lru_cache(maxsize=4)(ones.__mul__)
+
+    def length(self, entries: array[int], index: int, last: int) -> int:
+        """How many of ENTRIES go on so from INDEX, before LAST; at least 1. All are below 2**64 if they do."""
+        wanted, stop, at = entries[index], min(last, index + _SHORT), index
+        while at < stop and entries[at] == wanted:
+            at += 1
+            wanted += self._step
+        if at < stop or at == last:
+            return at - index
+        count = last - index
+        differences = _digits(entries[index:last]) ^ self._from(entries[index]) & (1 << 64 * count) - 1
+        return count if not differences else (differences & -differences).bit_length() - 1 >> 6
+
+    def _from(self, first: int) -> int:
+        """As many digits as a slice has entries: FIRST, FIRST + step ..."""
+        last, digits = self._last
+        if first != last:
+            digits += self._of_all(first - last)
+            self._last = first, digits
+        return digits
 
 
 @lru_cache(maxsize=4)
-def _ramp(step: int) -> tuple[int, int]:
-    """The integers whose 64-bit digits are 0, STEP, 2 * STEP ... and 1, 1, 1 ..., lowest digit first."""
-    count = _SLICE // 8
-    ramp = b"".join((step * number).to_bytes(8, "little") for number in range(count))
-    return int.from_bytes(ramp, "little"), int.from_bytes((1).to_bytes(8, "little") * count, "little")
+def _progression(step: int) -> _Progression:
+    return _Progression(step)
+
+
+def _digits(entries: array[int]) -> int:
+    """ENTRIES, the first one lowest, as one integer."""
+    if sys.byteorder == "big":
+        entries.byteswap()
+    return int.from_bytes(entries.tobytes(), "little")

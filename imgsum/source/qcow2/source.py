@@ -18,7 +18,7 @@ from imgsum.source.qcow2.mapping import DATA, ZERO, Mapping, Run, TableCache, re
 from imgsum.units import KIB
 
 MAX_LAYERS = 200
-"""Images in a chain. Each costs a descriptor and 16 KiB of tables. QEMU has no limit; real chains have some dozens."""
+"""Images in a chain. Each costs a descriptor and 32 KiB of tables. QEMU has no limit; real chains have some dozens."""
 
 _STORED = 256 * KIB  # compressed bytes that are read at once: all there is, unless clusters are larger than 128 KiB
 _ZEROS = memoryview(bytes(64 * KIB))
