@@ -5,20 +5,33 @@
 #    source ~/.local/share/bash_completion/imgsum
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_imgsum_subparsers=(checksum algorithms)
+_shtab_imgsum_subparsers=(checksum check compare algorithms)
 
 _shtab_imgsum_checksum_option_strings=(--tag -z --zero --json --stats -q --quiet -p --progress --no-progress --progress-fd -a --algorithm -b --block-size --construction -f --format -T --cache -U --force-share --no-extents --request-size --queue-size --reader --snapshot --secret-file --connections --connect-timeout --io-timeout --untrusted --max-size --offset --length -h --help -V --version)
+_shtab_imgsum_check_option_strings=(-z --zero --relative-to-sums --ignore-missing --ignore-malformed --strict -w --warn --status --json --stats -q --quiet -p --progress --no-progress --progress-fd -a --algorithm -b --block-size --construction -f --format -T --cache -U --force-share --no-extents --request-size --queue-size --reader --snapshot --secret-file --connections --connect-timeout --io-timeout --untrusted --max-size --offset --length -h --help -V --version)
+_shtab_imgsum_compare_option_strings=(--all -s --strict -F --second-format --json --stats -q --quiet -p --progress --no-progress --progress-fd -f --format -T --cache -U --force-share --no-extents --request-size --queue-size --reader --snapshot --secret-file --connections --connect-timeout --io-timeout --untrusted --max-size --offset --length -h --help -V --version)
 _shtab_imgsum_algorithms_option_strings=(--json -h --help -V --version)
 _shtab_imgsum_option_strings=(-h --help -V --version)
 
 _shtab_imgsum_checksum_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_imgsum_checksum___secret_file_COMPGEN=_shtab_compgen_files
+_shtab_imgsum_check_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_imgsum_check___secret_file_COMPGEN=_shtab_compgen_files
+_shtab_imgsum_compare_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_imgsum_compare___secret_file_COMPGEN=_shtab_compgen_files
 
 _shtab_imgsum_checksum___construction_choices=(blkhash imageio)
 _shtab_imgsum_checksum__T_choices=(writeback none)
 _shtab_imgsum_checksum___cache_choices=(writeback none)
 _shtab_imgsum_checksum___reader_choices=(auto native qemu)
-_shtab_imgsum_pos_0_choices=(checksum algorithms)
+_shtab_imgsum_check___construction_choices=(blkhash imageio)
+_shtab_imgsum_check__T_choices=(writeback none)
+_shtab_imgsum_check___cache_choices=(writeback none)
+_shtab_imgsum_check___reader_choices=(auto native qemu)
+_shtab_imgsum_compare__T_choices=(writeback none)
+_shtab_imgsum_compare___cache_choices=(writeback none)
+_shtab_imgsum_compare___reader_choices=(auto native qemu)
+_shtab_imgsum_pos_0_choices=(checksum check compare algorithms)
 
 _shtab_imgsum_checksum_pos_0_nargs='*'
 _shtab_imgsum_checksum___tag_nargs=0
@@ -39,6 +52,50 @@ _shtab_imgsum_checksum__h_nargs=0
 _shtab_imgsum_checksum___help_nargs=0
 _shtab_imgsum_checksum__V_nargs=0
 _shtab_imgsum_checksum___version_nargs=0
+_shtab_imgsum_check_pos_0_nargs='*'
+_shtab_imgsum_check__z_nargs=0
+_shtab_imgsum_check___zero_nargs=0
+_shtab_imgsum_check___relative_to_sums_nargs=0
+_shtab_imgsum_check___ignore_missing_nargs=0
+_shtab_imgsum_check___ignore_malformed_nargs=0
+_shtab_imgsum_check___strict_nargs=0
+_shtab_imgsum_check__w_nargs=0
+_shtab_imgsum_check___warn_nargs=0
+_shtab_imgsum_check___status_nargs=0
+_shtab_imgsum_check___json_nargs=0
+_shtab_imgsum_check___stats_nargs=0
+_shtab_imgsum_check__q_nargs=0
+_shtab_imgsum_check___quiet_nargs=0
+_shtab_imgsum_check__p_nargs=0
+_shtab_imgsum_check___progress_nargs=0
+_shtab_imgsum_check___no_progress_nargs=0
+_shtab_imgsum_check__U_nargs=0
+_shtab_imgsum_check___force_share_nargs=0
+_shtab_imgsum_check___no_extents_nargs=0
+_shtab_imgsum_check___untrusted_nargs=0
+_shtab_imgsum_check__h_nargs=0
+_shtab_imgsum_check___help_nargs=0
+_shtab_imgsum_check__V_nargs=0
+_shtab_imgsum_check___version_nargs=0
+_shtab_imgsum_compare_pos_0_nargs=2
+_shtab_imgsum_compare___all_nargs=0
+_shtab_imgsum_compare__s_nargs=0
+_shtab_imgsum_compare___strict_nargs=0
+_shtab_imgsum_compare___json_nargs=0
+_shtab_imgsum_compare___stats_nargs=0
+_shtab_imgsum_compare__q_nargs=0
+_shtab_imgsum_compare___quiet_nargs=0
+_shtab_imgsum_compare__p_nargs=0
+_shtab_imgsum_compare___progress_nargs=0
+_shtab_imgsum_compare___no_progress_nargs=0
+_shtab_imgsum_compare__U_nargs=0
+_shtab_imgsum_compare___force_share_nargs=0
+_shtab_imgsum_compare___no_extents_nargs=0
+_shtab_imgsum_compare___untrusted_nargs=0
+_shtab_imgsum_compare__h_nargs=0
+_shtab_imgsum_compare___help_nargs=0
+_shtab_imgsum_compare__V_nargs=0
+_shtab_imgsum_compare___version_nargs=0
 _shtab_imgsum_algorithms___json_nargs=0
 _shtab_imgsum_algorithms__h_nargs=0
 _shtab_imgsum_algorithms___help_nargs=0
