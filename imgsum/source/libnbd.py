@@ -1,0 +1,45 @@
+"""libnbd's Python binding: found, checked, and its errors in words. Imported only when an NBD source is opened."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from imgsum.errors import MissingError
+
+_INSTALL = (
+    "install python3-libnbd (the package's name on Debian and Fedora); an imgsum from PyPI sees it when it was"
+    " installed with: pipx install --system-site-packages imgsum"
+)
+
+# "nbd_connect_uri: connect: No such file or directory": which C function it was helps nobody.
+_FUNCTION = re.compile(r"^(?:nbd_\w+: )+")
+
+
+def load() -> Any:
+    """The module `nbd` of libnbd 1.14 or newer. Raises MissingError, also when it is another package of that name."""
+    try:
+        import nbd
+    except ImportError as error:
+        raise MissingError(f"NBD needs libnbd's Python module, which is not installed: {_INSTALL}") from error
+    handle, buffer = getattr(nbd, "NBD", None), getattr(nbd, "Buffer", None)
+    if not (hasattr(handle, "aio_pread_structured") and hasattr(buffer, "from_buffer")):
+        where = getattr(nbd, "__file__", None) or "built in"
+        if hasattr(handle, "aio_connect_uri"):
+            raise MissingError(f"NBD needs libnbd 1.14 or newer, and this one is older ({where})")
+        raise MissingError(
+            f"NBD needs libnbd's Python module, and the `nbd` that Python finds ({where}) is another package:"
+            f" uninstall that one (pip uninstall nbd), and {_INSTALL}"
+        )
+    return nbd
+
+
+def words(error: Exception) -> str:
+    """What libnbd, or the server through it, says in ERROR: lower case, without the name of the C function."""
+    text = _FUNCTION.sub("", str(error.args[0]) if error.args else str(error))
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
+
+def cause(error: Exception) -> Exception:
+    """ERROR without its traceback, whose frames would keep the handle, and so the connection, as long as the error."""
+    return error.with_traceback(None)

@@ -1,0 +1,283 @@
+"""NBD exports over libnbd: one connection for each worker where the server allows it, else one that all share.
+
+The protocol: doc/proto.md of https://github.com/NetworkBlockDevice/nbd. libnbd is imported when a source is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, NamedTuple
+
+from imgsum.errors import ChangedError, FormatError, OpenError, UsageError
+from imgsum.extent import Extent
+from imgsum.source import OpenOptions
+from imgsum.source.connection import ALLOCATION, Connection
+from imgsum.units import GIB, KIB, MIB
+
+MOST_CONNECTIONS = 8
+"""One for each worker."""
+
+_EXTRA_TIMEOUT = 2.0
+"""Seconds for connections beyond the first: a server with all its places taken leaves us waiting, not refused."""
+
+_MOST_REQUEST = 32 * MIB
+"""The most that one request asks for: what the protocol allows when the server does not say."""
+
+_ZERO = 2  # LIBNBD_STATE_ZERO. Of HOLE alone the protocol says nothing about the content.
+
+_FIRST_STATUS, _MOST_STATUS = 16 * MIB, GIB
+"""What the first question for extents covers, and any. 8 TiB is 8200 questions; and a GiB of alternating 4 KiB extents
+is an answer that takes 17 MiB until it is used."""
+_FEW_QUESTIONS, _WORTH_ASKING = 1000, 64 * KIB
+"""After some questions, an answer must on average be about so many bytes: reading as many is no slower than asking."""
+_MANY_EXTENTS = 16 * KIB
+"""An answer with more extents halves the next question, one with a lot less doubles it."""
+
+
+_Answers = SimpleQueue[list[int] | None | Exception]
+_Questions = SimpleQueue[tuple[int, int, _Answers] | None]
+
+
+class Limits(NamedTuple):
+    """The server's block sizes, in bytes: requests begin on a multiple of `minimum`, and end on one or at the end."""
+
+    minimum: int
+    preferred: int
+    maximum: int
+
+
+def open_nbd(uri: str, options: OpenOptions) -> NbdSource:
+    """Open the export that URI names; see nbd_connect_uri(3). Raises an imgsum.Error."""
+    if options.format not in (None, "raw"):
+        raise UsageError(f"an NBD export can't be read as {options.format}: its content is what the server makes of it")
+    tls = uri.startswith("nbds")
+
+    def start(handle: Any) -> None:
+        if tls:
+            from imgsum.source.tls import require
+
+            require(handle, uri)
+        handle.set_uri_allow_local_file(True)  # tls-psk-file, which the user names
+        handle.aio_connect_uri(uri)
+
+    return NbdSource(uri, start, options, tls=tls)
+
+
+def not_a_uri(name: str) -> str:
+    """What to say of NAME, which begins with `nbd` like a URI, is none, and is no file either."""
+    parts = name.split(":", 2)
+    if name.startswith("nbd:unix:"):
+        socket, _, export = parts[2].partition(":exportname=")
+        return f"no such file; as an NBD export it is written nbd+unix:///{export}?socket={socket}"
+    if name.startswith("nbd:") and len(parts) == 3 and not parts[1].startswith("/"):
+        port, _, export = parts[2].partition(":exportname=")
+        return f"no such file; as an NBD export it is written nbd://{parts[1]}:{port}/{export}"
+    return "no such file, nor an NBD URI: those begin with nbd://, nbds://, nbd+unix:///, nbds+unix:/// or nbd+vsock://"
+
+
+class NbdSource:
+    """An export, or what a server of ours exports. Satisfies Source."""
+
+    def __init__(self, name: str, start: Callable[[Any], None], options: OpenOptions, *, tls: bool = False) -> None:
+        """Connect. START(handle) starts it; TLS: the connection must be encrypted. Raises an imgsum.Error."""
+        self.name = name
+        self.format = "raw"
+        self._start = start
+        self._options = options
+        self._tls = tls
+        self._lock = Lock()
+        """Guards what follows."""
+        self._connections: list[Connection] = []
+        self._closed = False
+        self._readers = 0
+        self._questions: _Questions | None = None
+        try:
+            self._first = self._connect(options.connect_timeout, ask_extents=options.extents)
+            handle = self._first.handle
+            self.size: int = handle.get_size()
+            self._limits = _limits(handle)
+            self._ask: bool = options.extents and handle.can_meta_context(ALLOCATION)
+            multi_conn = handle.can_multi_conn()
+            self._facts: dict[str, object] = {
+                "nbd_multi_conn": multi_conn,
+                "nbd_structured_replies": handle.get_structured_replies_negotiated(),
+                "nbd_tls": handle.get_tls_negotiated(),
+                "nbd_extents": self._ask,
+            }
+        except BaseException:
+            self.close()
+            raise
+        most = min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS) if multi_conn else 1
+        self._slots = [_Slot() for _ in range(most)]
+        self._slots[0].connection = self._first
+
+    def extents(self, start: int, length: int) -> Iterator[Extent]:
+        """See Source. A server that gives no answer once, or little by little, is not asked again: the rest is data."""
+        at, end, stretch, questions = start, start + length, _FIRST_STATUS, 0
+        while at < end:
+            questions += 1
+            begun, count = at, 0
+            for extent in self._block_status(at, min(end, at + stretch)):
+                yield extent
+                at, count = extent.end, count + 1
+            if at == begun or (questions > _FEW_QUESTIONS and at - start < questions * _WORTH_ASKING):
+                self._ask = False
+                if at < end:
+                    yield Extent(at, end - at, False)
+                return
+            if count > _MANY_EXTENTS:
+                stretch = max(MIB, stretch // 2)
+            elif count < _MANY_EXTENTS // 4:
+                stretch = min(_MOST_STATUS, stretch * 2)
+
+    def _block_status(self, start: int, end: int) -> Iterator[Extent]:
+        """What the server says of START..END, or of a beginning of it; nothing when it does not say."""
+        if not self._ask:
+            return
+        minimum = self._limits.minimum
+        at = start - start % minimum
+        length = min(-(-(end - at) // minimum) * minimum, self.size - at)
+        entries = self._ask_elsewhere(at, length)
+        # In pairs; iter() twice over one iterator, so that no second list is made.
+        numbers = iter(entries or ())
+        for count, flags in zip(numbers, numbers, strict=False):
+            # The last extent may be longer than what was asked about, which is in the protocol's liberties, and so
+            # may an extent of no length be. What is outside START..END is not taken from here.
+            extent_end = min(at + count, end)
+            if extent_end > max(at, start):
+                yield Extent(max(at, start), extent_end - max(at, start), bool(flags & _ZERO))
+            at += count
+            if at >= end:
+                return
+
+    def _ask_elsewhere(self, offset: int, length: int) -> list[int] | None:
+        """The first connection's block_status(), called in a thread of its own.
+
+        libnbd calls back into Python with the answer, and prints and forgets what is raised there. In the main thread
+        that can be the exception of a signal: the signal would be lost.
+        """
+        if self._questions is None:
+            self._questions = SimpleQueue()
+            Thread(target=_answer, args=(self._first, self._questions), name="nbd-extents", daemon=True).start()
+        answers: _Answers = SimpleQueue()
+        self._questions.put((offset, length, answers))
+        answer = answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def reader(self) -> NbdReader:
+        """See Source. Opens a connection where this is the first worker to use it, or shares one."""
+        with self._lock:
+            slot = self._slots[self._readers % len(self._slots)]
+            self._readers += 1
+        with slot.lock:
+            if slot.connection is None:
+                slot.connection = self._connect_again()
+        return NbdReader(slot.connection, self._limits, self.size)
+
+    def _connect_again(self) -> Connection:
+        """Another connection; the first one where the server has no place for more."""
+        try:
+            connection = self._connect(min(_EXTRA_TIMEOUT, self._options.connect_timeout), ask_extents=False)
+        except OpenError:
+            return self._first
+        if connection.handle.get_size() != self.size:
+            raise ChangedError("the NBD export's size changed while it was read")
+        return connection
+
+    def _connect(self, timeout: float, *, ask_extents: bool) -> Connection:
+        connection = Connection(self._start, ask_extents=ask_extents, io_timeout=self._options.io_timeout)
+        with self._lock:
+            if self._closed:
+                raise OpenError("the NBD source was closed")
+            self._connections.append(connection)
+        try:
+            connection.connect(timeout)
+            if self._tls and not connection.handle.get_tls_negotiated():
+                raise OpenError("the NBD server does not encrypt, and nbds requires it")
+        except BaseException:
+            connection.close()
+            with self._lock:
+                self._connections.remove(connection)
+            raise
+        return connection
+
+    def check_unchanged(self) -> None:
+        """See Source. NBD has no way to tell."""
+
+    def facts(self) -> dict[str, object]:
+        """See Source."""
+        return {"nbd_connections": len(self._connections), **self._facts}
+
+    def close(self) -> None:
+        """See Source. Reads in flight fail at once."""
+        with self._lock:
+            self._closed = True
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
+        if self._questions is not None:
+            self._questions.put(None)
+
+
+def _answer(connection: Connection, questions: _Questions) -> None:
+    """Ask CONNECTION each of QUESTIONS, until one is None."""
+    while (question := questions.get()) is not None:
+        offset, length, answers = question
+        try:
+            answers.put(connection.block_status(offset, length))
+        except Exception as error:  # whatever it is, the thread that waits must hear of it
+            answers.put(error)
+
+
+class _Slot:
+    """A place for a connection, opened by the first worker that uses it."""
+
+    __slots__ = ("connection", "lock")
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.lock = Lock()
+
+
+class NbdReader:
+    """Reads an export for one worker, in requests that keep the server's limits. Satisfies Reader."""
+
+    def __init__(self, connection: Connection, limits: Limits, size: int) -> None:
+        self._read = connection.read
+        self._limits = limits
+        self._size = size
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """See Reader."""
+        minimum, _, maximum = self._limits
+        at, end = offset, offset + len(buffer)
+        while at < end:
+            skip = at % minimum
+            count = min(end - at, maximum)
+            if at + count < self._size:
+                count -= count % minimum
+            if skip == 0 and count:
+                self._read(at, buffer[at - offset : at - offset + count])
+            else:  # part of a block: read the whole of it elsewhere
+                block = bytearray(min(minimum, self._size - (at - skip)))
+                self._read(at - skip, memoryview(block))
+                count = min(end - at, len(block) - skip)
+                buffer[at - offset : at - offset + count] = block[skip : skip + count]
+            at += count
+
+    def close(self) -> None:
+        """See Reader. The connection is the source's."""
+
+
+def _limits(handle: Any) -> Limits:
+    """The server's block sizes, with the protocol's defaults for what it doesn't say. Raises FormatError."""
+    minimum, preferred, maximum = (handle.get_block_size(which) for which in (0, 1, 2))
+    minimum = minimum or 1
+    maximum = min(maximum or _MOST_REQUEST, _MOST_REQUEST)
+    if minimum & (minimum - 1) or minimum > 64 * KIB or maximum < minimum:
+        raise FormatError(f"the NBD server's block sizes make no sense: minimum {minimum}, maximum {maximum}")
+    return Limits(minimum, preferred or 4 * KIB, maximum - maximum % minimum)
