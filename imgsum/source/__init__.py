@@ -107,20 +107,38 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 
     A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
     """
-    if not isinstance(image, str):
-        raise OpenError("commands that serve NBD can't be read yet")
+    name = image if isinstance(image, str) else f"[ {' '.join(image)} ]"
     try:
-        if is_nbd_uri(image):
-            raise OpenError("NBD exports can't be read yet")
-        if is_stream(image):
-            from imgsum.source.stream import Stream
-
-            if options.format not in (None, "raw"):
-                raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
-            return Stream(image, detect=options.format is None, own=options.own_descriptors)
-        return _open_file(image, options)
+        source = _open(image, options)
+        size = getattr(source, "size", None)  # a stream has none
+        if options.max_size is not None and size is not None and size > options.max_size:
+            source.close()
+            raise RefusedError(f"has {size} bytes of content, more than the {options.max_size} of --max-size")
     except Error as error:
-        raise error.about(image) from error.__cause__
+        raise error.about(name) from error.__cause__
+    return source
+
+
+def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
+    if not isinstance(image, str):
+        from imgsum.source.qemu import open_command
+
+        return open_command(image, options)
+    if is_nbd_uri(image):
+        from imgsum.source.nbd import open_nbd
+
+        return open_nbd(image, options)
+    if image.startswith(("nbd:", "nbds:", "nbd+", "nbds+")) and not os.path.lexists(image):
+        from imgsum.source.nbd import not_a_uri
+
+        raise OpenError(not_a_uri(image))
+    if is_stream(image):
+        from imgsum.source.stream import Stream
+
+        if options.format not in (None, "raw"):
+            raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
+        return Stream(image, detect=options.format is None, own=options.own_descriptors)
+    return _open_file(image, options)
 
 
 def is_nbd_uri(image: str) -> bool:
@@ -164,13 +182,9 @@ def _open_file(path: str, options: OpenOptions) -> Source:
             except NotNativeError:
                 if options.untrusted or options.reader == "native":
                     raise
+        from imgsum.source.qemu import open_with_qemu
+
+        return open_with_qemu(file, name, options)
     except BaseException:
         file.close()
         raise
-    file.close()
-    return open_with_qemu(path, name, options)
-
-
-def open_with_qemu(path: str, format_name: str, options: OpenOptions) -> Source:
-    """The image at PATH, of the format that QEMU calls FORMAT_NAME, by a private qemu-nbd."""
-    raise RefusedError(f"is a {format_name} image, which can't be read yet (-f raw reads the container's own bytes)")

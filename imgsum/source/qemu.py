@@ -1,0 +1,250 @@
+"""What other programs serve: a private, read-only qemu-nbd for the formats that only QEMU reads, or a [ COMMAND ]."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedError, UsageError, os_error_reason
+from imgsum.extent import Extent
+from imgsum.source import FORMATS, OpenOptions, Reader
+from imgsum.source.file import HostFile
+from imgsum.source.nbd import MOST_CONNECTIONS, NbdSource
+from imgsum.source.prescreen import Links, inspect, inspect_extent
+from imgsum.source.server import Server
+
+_FIRST_FD = 5  # where qemu-nbd finds our descriptors; those before are in use (server.py)
+
+_MOST_FILES = 64
+"""Backing files and extents of one image. Each takes a descriptor, or more."""
+
+# qemu-nbd: Failed to blk_new_open 'json:{...}': Max Table Entries too large
+_PREFIX = re.compile(r"^(?:Failed to blk_new_open 'json:.*?}': )?")
+
+
+def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> ServedSource:
+    """FILE, an image of that format, as a private qemu-nbd reads it. FILE is closed with the source, or on failure.
+
+    Raises an imgsum.Error.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        if options.untrusted:
+            raise RefusedError(
+                f"is a {format_name} image, which takes QEMU to read, and --untrusted does not allow that"
+            )
+        if options.snapshot is not None:
+            raise UsageError("a snapshot can be read by imgsum's own reader of qcow2 only")
+        if shutil.which("qemu-nbd") is None:
+            raise MissingError(
+                f"is a {format_name} image, which takes qemu-nbd to read, and that is not installed:"
+                " install qemu-utils (Debian, Ubuntu) or qemu-img (Fedora, RHEL)"
+            )
+        image = _Image(options, stack)
+        node = image.node(file, format_name)
+        command = [
+            "qemu-nbd",
+            "--read-only",
+            f"--cache={'none' if options.direct else 'writeback'}",
+            f"--shared={min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS)}",
+            *image.objects,
+            "json:" + json.dumps(node),
+        ]
+        server = Server(command, keep=image.descriptors)
+        stack.callback(server.close)
+        source = ServedSource(file.name, format_name, server, options, image.files)
+        source.also_close(stack.pop_all())
+        return source
+
+
+def open_command(words: Sequence[str], options: OpenOptions) -> ServedSource:
+    """What the command of these WORDS exports. It gets its socket by socket activation, as from nbdcopy."""
+    if not words or not words[0]:
+        raise UsageError("there is no command between the brackets")
+    if options.format not in (None, "raw"):
+        raise UsageError(f"an NBD export can't be read as {options.format}: its content is what the server makes of it")
+    with contextlib.ExitStack() as stack:
+        server = Server(words)
+        stack.callback(server.close)
+        source = ServedSource(f"[ {' '.join(words)} ]", "raw", server, options, [])
+        source.also_close(stack.pop_all())
+        return source
+
+
+class ServedSource:
+    """The export of a server of ours. Satisfies Source."""
+
+    def __init__(
+        self, name: str, format_name: str, server: Server, options: OpenOptions, files: Sequence[HostFile]
+    ) -> None:
+        """Connect to SERVER, which reads FILES. Raises an imgsum.Error."""
+        self.name = name
+        self.format = format_name
+        self._server = server
+        self._files = files
+        self._resources = contextlib.ExitStack()
+        try:
+            self._export = NbdSource(name, server.connect, options)
+        except OpenError as error:
+            # The reason is what the server said before it ended, not that the connection broke.
+            raise self._explained(error, within=0.5) from error.__cause__
+        self._resources.callback(self._export.close)
+        self.size = self._export.size
+
+    def also_close(self, resources: contextlib.ExitStack) -> None:
+        """Close RESOURCES when this is closed, after the connections."""
+        connections = self._resources.pop_all()
+        self._resources.push(resources)
+        self._resources.push(connections)
+
+    def extents(self, start: int, length: int) -> Iterator[Extent]:
+        """See Source."""
+        try:
+            yield from self._export.extents(start, length)
+        except ReadError as error:
+            raise self._explained(error) from error.__cause__
+
+    def reader(self) -> Reader:
+        """See Source."""
+        return _Reader(self, self._export.reader())
+
+    def check_unchanged(self) -> None:
+        """See Source. Of a command's export nobody can tell."""
+        for file in self._files:
+            file.check_unchanged()
+
+    def facts(self) -> dict[str, object]:
+        """See Source."""
+        return {"served_by": self._server.program, **self._export.facts()}
+
+    def close(self) -> None:
+        """See Source. The server is gone when this returns."""
+        self._resources.close()
+
+    def _explained(self, error: Error, within: float = 0.0) -> Error:
+        """ERROR with what the server said, if it said anything."""
+        ended = self._server.ended(within)
+        words = _PREFIX.sub("", self._server.words())
+        for number, file in enumerate(self._files, _FIRST_FD):
+            words = words.replace(f"/proc/self/fd/{number}", file.name)
+        if isinstance(error, OpenError) and (words or ended):
+            error.reason = f"{self._server.program}: {words or 'ended without serving anything'}"
+        elif words or ended:
+            error.reason += f" ({self._server.program}: {words or 'ended'})"
+        return error
+
+
+class _Reader:
+    """One worker's reader of a served export: its errors say what the server said. Satisfies Reader."""
+
+    def __init__(self, source: ServedSource, reader: Reader) -> None:
+        self._source = source
+        self._reader = reader
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """See Reader."""
+        try:
+            self._reader.read(offset, buffer)
+        except ReadError as error:
+            raise self._source._explained(error) from error.__cause__  # noqa: SLF001 (the two are one)
+
+    def close(self) -> None:
+        """See Reader."""
+        self._reader.close()
+
+
+class _Image:
+    """How QEMU is told of an image and all that belongs to it: nothing is left to its own guesses."""
+
+    def __init__(self, options: OpenOptions, stack: contextlib.ExitStack) -> None:
+        self.files: list[HostFile] = []
+        self.descriptors: dict[int, int] = {}
+        """{the number in qemu-nbd: ours}"""
+        self.objects: list[str] = []
+        self._options = options
+        self._stack = stack
+
+    def node(self, file: HostFile, format_name: str) -> dict[str, Any]:
+        """The description of FILE as a block node, for QEMU (qapi: BlockdevOptions). Raises an imgsum.Error."""
+        if any(file.identity == other.identity for other in self.files):
+            raise RefusedError("is its own backing file", name=file.name)
+        fd = self._keep(file)
+        try:
+            links = inspect(file.read_bytes, file.size, format_name)
+            # Through /proc QEMU opens the very file that was looked at, and no name is taken for a protocol. But
+            # the files that a VMDK descriptor names are looked for beside it, so that one goes by its path.
+            name = f"/proc/self/fd/{fd}" if not links.extents else self._path_beside_extents(file, links)
+            driver = "host_device" if file.is_block_device else "file"
+            node: dict[str, Any] = {"driver": format_name, "file": {"driver": driver, "filename": name}}
+            if self._options.force_share:
+                node["force-share"] = True
+            if links.encryption:
+                node["encrypt"] = {"format": links.encryption, "key-secret": self._secret()}
+            # null: even if QEMU should see a backing file where we saw none, it does not open it.
+            node["backing"] = self._backing(file, links) if links.backing_file else None
+        except Error as error:
+            raise error.about(file.name) from error.__cause__
+        return node
+
+    def _backing(self, file: HostFile, links: Links) -> dict[str, Any]:
+        backing = os.fsdecode(links.backing_file or b"")
+        if ":" in backing.partition("/")[0]:
+            raise RefusedError(f"its backing file is given as '{backing}', and only plain paths are followed")
+        if not links.backing_format:
+            raise RefusedError(
+                f"the format of its backing file '{backing}' is not recorded"
+                " (`qemu-img rebase -u -b FILE -F FORMAT` records it)"
+            )
+        if links.backing_format not in FORMATS:  # a driver's name, which could be that of a protocol
+            raise RefusedError(f"the format of its backing file '{backing}' is not one that is read here")
+        return self.node(self._open(os.path.join(os.path.dirname(file.path), backing)), links.backing_format)
+
+    def _path_beside_extents(self, file: HostFile, links: Links) -> str:
+        path = os.path.abspath(file.path)
+        for extent in links.extents:
+            beside = os.path.join(os.path.dirname(path), extent.name)
+            if os.path.islink(beside):
+                raise RefusedError(f"is a VMDK whose content is in another place: '{extent.name}' is a symbolic link")
+            part = self._open(beside)
+            self._keep(part)
+            inspect_extent(part.read_bytes, part.size, extent)
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise OpenError("has a name that is not UTF-8, and files beside it: QEMU can't be told of those") from None
+        return path
+
+    def _open(self, path: str) -> HostFile:
+        file = HostFile(path, path, self._options)
+        self._stack.callback(file.close)
+        return file
+
+    def _keep(self, file: HostFile) -> int:
+        """Have qemu-nbd get FILE's descriptor. Returns its number there."""
+        if len(self.files) >= _MOST_FILES:
+            raise RefusedError(f"consists of more than {_MOST_FILES} files")
+        fd = _FIRST_FD + len(self.files)
+        self.files.append(file)
+        self.descriptors[fd] = file.fd
+        return fd
+
+    def _secret(self) -> str:
+        """The ID of the QEMU object that holds the secret. QEMU reads it itself: it is on no command line."""
+        path = self._options.secret_file
+        if path is None:
+            raise RefusedError("is encrypted: --secret-file FILE says where its secret is")
+        if not self.objects:
+            try:
+                secret = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise OpenError(f"the secret can't be read: {path}: {os_error_reason(error)}") from error
+            self._stack.callback(os.close, secret)
+            fd = _FIRST_FD + _MOST_FILES
+            self.descriptors[fd] = secret
+            self.objects = ["--object", f"secret,id=secret,file=/proc/self/fd/{fd}"]
+        return "secret"

@@ -1,0 +1,147 @@
+"""A private NBD server: a child process that serves us, and only us, and that is gone when we are.
+
+It gets its listening socket by systemd's socket activation (sd_listen_fds(3)): qemu-nbd, nbdkit and others know that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from imgsum.errors import OpenError, os_error_reason
+
+_LISTEN_FD = 3  # where the convention wants the socket
+
+# `exec` keeps the shell's process ID, so that LISTEN_PID is the server's. The watchdog before it waits on a pipe that
+# we hold open and never write to: it ends when we end, even by SIGKILL, and then the server and whatever it has
+# started end by the signal to their process group. PR_SET_PDEATHSIG would need code between fork and exec, which is
+# not safe beside threads, and would leave the server's own children.
+_WRAPPER = """
+(trap '' INT TERM HUP; read -r _; kill -s KILL 0) <&4 >/dev/null 2>&1 3<&- 4<&- &
+LISTEN_PID=$$ LISTEN_FDS=1
+export LISTEN_PID LISTEN_FDS
+exec "$@" 4<&-
+"""
+_GRACE = 0.5  # seconds for a server to end by itself before it is killed
+
+
+class Server:
+    """A running server of the given command. Its connections are made by connect()."""
+
+    def __init__(self, command: Sequence[str], *, keep: Mapping[int, int] | None = None) -> None:
+        """Start COMMAND. KEEP: descriptors that it also gets, as {its number: ours}. Raises OpenError."""
+        self.program = os.path.basename(command[0])
+        """What messages call it."""
+        self._pid = 0
+        self._said = b""
+        path = shutil.which(command[0])
+        if path is None:
+            raise OpenError(f"{command[0]}: command not found")
+        self._path = path
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as ours:
+            try:
+                listener, self._address = _listen()
+                ours.callback(os.close, listener)
+                undo.callback(os.close, self._address)
+                watched, self._alive = os.pipe()
+                ours.callback(os.close, watched)
+                undo.callback(os.close, self._alive)
+                self._messages, messages = os.pipe()
+                ours.callback(os.close, messages)
+                undo.callback(os.close, self._messages)
+                # Nobody reads this before the end, so a server that says a lot must not be made to wait: what is
+                # more than the pipe holds, 64 KiB, is lost.
+                os.set_blocking(messages, False)
+                os.set_blocking(self._messages, False)
+                null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                ours.callback(os.close, null)
+                places = {0: null, 1: null, 2: messages, _LISTEN_FD: listener, 4: watched, **(keep or {})}
+                self._pid = _spawn(["/bin/sh", "-c", _WRAPPER, "sh", self._path, *command[1:]], places)
+            except OSError as error:
+                raise OpenError(f"{command[0]}: {os_error_reason(error)}") from error
+            undo.pop_all()
+
+    def connect(self, handle: Any) -> None:
+        """Let libnbd's HANDLE begin to connect."""
+        # A path of /proc leads to the socket itself, however long or gone its own path is.
+        handle.aio_connect_unix(f"/proc/self/fd/{self._address}")
+
+    def words(self) -> str:
+        """The last of what the server has said on its standard error, in one line; empty if it said nothing."""
+        with contextlib.suppress(BlockingIOError):
+            self._said += os.read(self._messages, 64 * 1024)
+        prefix = re.compile(rf"(?:{re.escape(self._path)}|{re.escape(self.program)}): ")
+        lines = [prefix.sub("", line, count=1).strip() for line in os.fsdecode(self._said).splitlines()]
+        return "; ".join([line for line in lines if line][-3:])
+
+    def ended(self, within: float = 0.0) -> bool:
+        """Whether the server has ended, or does so WITHIN that many seconds."""
+        deadline = time.monotonic() + within
+        while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def close(self) -> None:
+        """End the server and all that it has started. Returns when it is gone; closing twice is harmless."""
+        if not self._pid:
+            return
+        # Its process group exists at least until it is reaped here, so no other process can be hit.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGTERM)
+        self.ended(within=_GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._pid = 0
+        for fd in (self._alive, self._messages, self._address):
+            os.close(fd)
+
+
+def _listen() -> tuple[int, int]:
+    """A listening socket that only we can connect to, and a handle on its address.
+
+    Its path, in a directory of our own, is gone again when this returns: a few system calls later, and before any
+    server starts. So nothing is left behind when we are killed, nobody else finds it, and its length is no matter.
+    """
+    directory = tempfile.mkdtemp(prefix="imgsum-")
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.rmdir, directory)
+        place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, place)
+        path = f"/proc/self/fd/{place}/socket"  # a socket's path has 107 bytes at most; this one always fits
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        stack.callback(os.unlink, path)
+        listener.listen(16)
+        address = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        return listener.detach(), address
+
+
+def _spawn(command: list[str], places: Mapping[int, int]) -> int:
+    """Start COMMAND in a process group of its own, with no descriptors but PLACES, as {its number: ours}."""
+    with contextlib.ExitStack() as stack:
+        actions = []
+        for number, fd in places.items():
+            # Out of the way first: one of ours may have the number where another is to go.
+            source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 32)
+            stack.callback(os.close, source)
+            actions.append((os.POSIX_SPAWN_DUP2, source, number))
+        return os.posix_spawn(
+            command[0],
+            command,
+            os.environ,
+            file_actions=actions,
+            setpgroup=0,
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+        )

@@ -1,0 +1,488 @@
+"""Formats that a private qemu-nbd reads: their content, what is refused, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference
+from conftest import HANG, find_tool, need
+from reference import KIB, MIB
+
+from imgsum import OpenOptions, checksum
+from imgsum.errors import ChangedError, Error, MissingError, OpenError, RefusedError, TruncatedError
+from imgsum.source import open_source
+
+if TYPE_CHECKING:
+    from conftest import Imgsum, Running
+
+pytest_plugins = ["nbdservers"]
+
+SPEC = "1m:R 3m:- 70k:R 1m:0 954k:A"
+SIZE = 6 * MIB
+EXPECTED = reference.blkhash(reference.content(SPEC))
+
+FORMATS = {
+    "vmdk": ["vmdk"],
+    "vmdk-stream": ["vmdk", "-o", "subformat=streamOptimized"],
+    "vmdk-flat": ["vmdk", "-o", "subformat=monolithicFlat"],
+    "vmdk-split": ["vmdk", "-o", "subformat=twoGbMaxExtentSparse"],
+    "vmdk-split-flat": ["vmdk", "-o", "subformat=twoGbMaxExtentFlat"],
+    "vmdk-3": ["vmdk", "-o", "compat6,subformat=monolithicSparse"],
+    "vhdx": ["vhdx"],
+    "vhdx-fixed": ["vhdx", "-o", "subformat=fixed"],
+    "vdi": ["vdi"],
+    "vdi-static": ["vdi", "-o", "static=on"],
+    "vpc": ["vpc", "-o", "force_size=on"],
+    "vpc-fixed": ["vpc", "-o", "subformat=fixed,force_size=on"],
+    "qed": ["qed"],
+    "parallels": ["parallels"],
+    "qcow": ["qcow"],
+}
+
+Convert = Callable[..., Path]
+
+
+def run(*words: str | Path) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@pytest.fixture
+def convert(image: Callable[..., Path], tmp_path: Path) -> Convert:
+    """convert(KIND, name=None): SPEC's content as an image of that kind, in the test's directory."""
+    need(shutil.which("qemu-nbd"), "qemu-nbd is not installed")
+
+    def make(kind: str, name: str = "disk", spec: str = SPEC) -> Path:
+        format_name, *more = FORMATS[kind]
+        path = tmp_path / name
+        run(find_tool("qemu-img"), "convert", "-f", "raw", "-O", format_name, *more, image(spec), path)
+        return path
+
+    return make
+
+
+def content_of(path: Path | str, **options: Any) -> str:
+    return checksum(path, options=OpenOptions(**options)).hexdigest
+
+
+# --- content --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("direct", [False, True])
+def test_formats(convert: Convert, kind: str, direct: bool) -> None:
+    got = checksum(convert(kind), options=OpenOptions(direct=direct))
+    assert (got.hexdigest, got.size, got.format) == (EXPECTED, SIZE, FORMATS[kind][0])
+
+
+@pytest.mark.parametrize("kind", ["vmdk", "vdi", "qed", "parallels", "vpc"])
+def test_what_is_not_allocated_is_not_read(convert: Convert, kind: str) -> None:
+    got = checksum(convert(kind, spec="64k:A 60m:-"))
+    assert got.stats.bytes_read <= 2 * MIB
+
+
+@pytest.mark.parametrize(
+    "name", ["a:b.vmdk", "json:{}", "nbd:x", ",", "x,y=z", "file:x", "-rf", "a b", "%s", "\u017ee", "fd\udcff", "x.dmg"]
+)
+@pytest.mark.parametrize("kind", ["vmdk", "vmdk-flat"])
+def test_a_name_is_a_name(convert: Convert, tmp_path: Path, imgsum: Imgsum, name: str, kind: str) -> None:
+    made = convert(kind, "plain")
+    made.rename(tmp_path / name)
+    result = imgsum("checksum", "--", name, cwd=tmp_path)
+    if kind == "vmdk-flat" and "\udcff" in name:
+        assert result.status == 2
+        assert "not UTF-8" in result.errors
+    else:
+        assert (result.stdout, result.status) == (os.fsencode(f"{EXPECTED}  {name}\n"), 0)
+
+
+def test_formats_on_a_block_device(convert: Convert, loop_device: Callable[..., str]) -> None:
+    assert content_of(loop_device(convert("vmdk"))) == EXPECTED
+
+
+def test_a_directory_for_sockets_with_a_long_name(convert: Convert, tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 100) / ("e" * 100)
+    directory.mkdir(parents=True)
+    code = "import imgsum, sys; print(imgsum.checksum(sys.argv[1]).hexdigest)"
+    words = [sys.executable, "-c", code, str(convert("vmdk"))]
+    made = subprocess.run(
+        words, check=True, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(directory)}
+    )
+    assert made.stdout == f"{EXPECTED}\n"
+    assert list(directory.iterdir()) == []
+
+
+def test_a_format_that_is_given_is_not_overruled(convert: Convert) -> None:
+    vmdk = convert("vmdk")
+    assert content_of(vmdk, format="raw") == reference.blkhash(vmdk.read_bytes())
+    for wrong in ("vdi", "vhdx", "vpc", "qed", "bochs", "cloop", "dmg", "parallels", "qcow"):
+        with pytest.raises(Error):
+            content_of(vmdk, format=wrong)
+
+
+def test_qcow2_by_qemu(image: Callable[..., Path], tmp_path: Path) -> None:
+    """A chain, of which QEMU is told each image's format and file."""
+    qemu_img = find_tool("qemu-img")
+    run(qemu_img, "convert", "-f", "raw", "-O", "qcow2", image(SPEC), tmp_path / "base,1")
+    (tmp_path / "over").mkdir()
+    top = tmp_path / "over" / "top"
+    run(qemu_img, "create", "-f", "qcow2", "-F", "qcow2", "-b", "../base,1", top)
+    assert content_of(top, reader="qemu") == content_of(top) == EXPECTED
+    run(qemu_img, "rebase", "-u", "-F", "qcow2", "-b", "nbd://localhost/", top)
+    with pytest.raises(RefusedError, match="only plain paths are followed"):
+        content_of(top, reader="qemu")
+    run(qemu_img, "rebase", "-u", "-F", "qcow2", "-b", "top", top)
+    with pytest.raises(RefusedError, match="is its own backing file"):
+        content_of(top, reader="qemu")
+
+
+def test_qcow2_over_a_format_that_qemu_reads(convert: Convert, tmp_path: Path) -> None:
+    vmdk = convert("vmdk", "base.vmdk")
+    run(find_tool("qemu-img"), "create", "-f", "qcow2", "-F", "vmdk", "-b", "base.vmdk", tmp_path / "top")
+    assert content_of(tmp_path / "top") == EXPECTED
+    with pytest.raises(Error):
+        content_of(tmp_path / "top", reader="native")
+    vmdk.unlink()
+    with pytest.raises(OpenError, match=r"base\.vmdk"):
+        content_of(tmp_path / "top")
+
+
+# --- encryption -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["luks", "aes"])
+def test_encrypted_qcow2(image: Callable[..., Path], tmp_path: Path, imgsum: Imgsum, kind: str) -> None:
+    secret, wrong, disk = tmp_path / "se,cret", tmp_path / "wrong", tmp_path / "disk"
+    secret.write_text("password-1")
+    wrong.write_text("password-2")
+    options = f"encrypt.format={kind},encrypt.key-secret=s" + (",encrypt.iter-time=300" if kind == "luks" else "")
+    plain = secret.with_name("s")
+    plain.write_text("password-1")
+    qemu_img = find_tool("qemu-img")
+    run(qemu_img, "create", "-q", "--object", f"secret,id=s,file={plain}", "-f", "qcow2", "-o", options, disk, "6M")
+    target = f"driver=qcow2,encrypt.format={kind},encrypt.key-secret=s,file.filename={disk}"
+    words = [qemu_img, "convert", "--object", f"secret,id=s,file={plain}", "-n", "-f", "raw", image(SPEC)]
+    made = subprocess.run([*words, "--target-image-opts", target], check=False, capture_output=True, text=True)
+    need(made.returncode == 0, f"this qemu-img can't write {kind}: {made.stderr}")
+
+    assert content_of(disk, secret_file=str(secret)) == EXPECTED
+    with pytest.raises(RefusedError, match="is encrypted: --secret-file FILE"):
+        content_of(disk)
+    with pytest.raises(OpenError, match=r"the secret can't be read: .*no such file"):
+        content_of(disk, secret_file=str(tmp_path / "nosuch"))
+    if kind == "luks":
+        with pytest.raises(OpenError, match=r"qemu-nbd: .*[Ii]nvalid password"):
+            content_of(disk, secret_file=str(wrong))
+    with pytest.raises(RefusedError):
+        content_of(disk, format="qcow2", secret_file=str(secret), untrusted=True)
+    size = disk.stat().st_size
+    os.truncate(disk, size - 128 * KIB)
+    with pytest.raises(TruncatedError):
+        content_of(disk, secret_file=str(secret))
+    result = imgsum("checksum", disk)
+    assert (result.status, result.text) == (2, "")
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_untrusted(convert: Convert) -> None:
+    with pytest.raises(RefusedError, match="--untrusted does not allow"):
+        content_of(convert("vmdk"), format="vmdk", untrusted=True)
+
+
+def test_max_size(convert: Convert) -> None:
+    disk = convert("vmdk")
+    assert content_of(disk, max_size=SIZE) == EXPECTED
+    with pytest.raises(RefusedError, match=f"has {SIZE} bytes of content, more than the {SIZE - 1} of --max-size"):
+        content_of(disk, max_size=SIZE - 1)
+
+
+def test_a_differencing_vhd(convert: Convert) -> None:
+    disk = convert("vpc")
+    data = bytearray(disk.read_bytes())
+    for footer in (0, len(data) - 512):
+        data[footer + 60 : footer + 64] = struct.pack(">I", 4)
+    disk.write_bytes(data)
+    with pytest.raises(RefusedError, match="is a differencing VHD"):
+        content_of(disk)
+
+
+@pytest.mark.parametrize("kind", ["vpc", "vdi", "vmdk-stream"])
+@pytest.mark.parametrize("missing", [1, 512, 4096, 300 * KIB])
+def test_truncated_images(convert: Convert, kind: str, missing: int) -> None:
+    """QEMU takes what is missing for zeros."""
+    disk = convert(kind)
+    os.truncate(disk, disk.stat().st_size - missing)
+    try:
+        assert content_of(disk) == EXPECTED  # nothing of the content is missing
+    except Error:
+        return
+    assert missing <= 4096
+
+
+def test_a_truncated_extent_of_a_vmdk(convert: Convert) -> None:
+    disk = convert("vmdk-flat", "disk.vmdk")
+    os.truncate(disk.with_name("disk-flat.vmdk"), SIZE - 1)
+    with pytest.raises(TruncatedError, match=r"'disk-flat.vmdk' has 6291455 of 6291456 bytes"):
+        content_of(disk)
+
+
+DESCRIPTOR = """# Disk DescriptorFile
+version=1
+CID=12345678
+parentCID=ffffffff
+createType="monolithicFlat"
+# Extent description
+{}
+
+ddb.adapterType = "ide"
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ('RW 8 FLAT "part" 0', None),
+        ('  RW 8 FLAT "part" 0  ', None),
+        ('RW 8 FLAT "part" 0\nRW 8 FLAT "part2" 0', None),
+        ('RDONLY 8 FLAT "part" 0', "would leave out, as it is RDONLY"),
+        ('NOACCESS 8 FLAT "part" 0', "would leave out"),
+        ('RW 8 FLAT "part" 0\nRW 8 ZERO', "would leave out"),
+        ('RW 8 FLAT "part" 0\nrw 8 FLAT "part2" 0', "would leave out"),
+        ('RW 8 FLAT "part" 0\n8 FLAT "part2" 0', "not understood"),
+        ('RW 8 FLAT "/etc/hostname" 0', "in another place: '/etc/hostname'"),
+        ('RW 8 FLAT "../part" 0', "in another place"),
+        ('RW 8 FLAT "sub/part" 0', "in another place"),
+        ('RW 8 FLAT "nbd:localhost:1" 0', "in another place"),
+        ('RW 8 FLAT "json:{}" 0', "in another place"),
+        ('RW 8 FLAT "link" 0', "is a symbolic link"),
+        ('RW 8 FLAT "nosuch" 0', "no such file"),
+        ('RW 9 FLAT "part" 0', "truncated"),
+        ('RW 8 FLAT "part" 1', "truncated"),
+        ('RW 8 SPARSE "lure" 0', "without a capacity"),
+        ('RW 8 FLAT "part" 0\nparentFileNameHint="base.vmdk"', "with a parent 'base.vmdk'"),
+        ('RW 8 FLAT "part" 0\nparentCID=01234567', "with a parent"),
+        ('RW 8 FLAT "part" 0\rRW 8 FLAT "/etc/hostname" 0', "in another place"),
+        ('\nRW 8 FLAT "part" 0', "after a blank line"),
+        ('# \n \nRW 8 FLAT "part" 0', "after a blank line"),
+        ('\n# \nRW 8 FLAT "part" 0', None),
+        ("", "without extents"),
+    ],
+)
+def test_vmdk_descriptors(tmp_path: Path, lines: str, reason: str | None) -> None:
+    need(shutil.which("qemu-nbd"), "qemu-nbd is not installed")
+    content = reference.content("8k:R")
+    (tmp_path / "part").write_bytes(content[:4096])
+    (tmp_path / "part2").write_bytes(content[4096:])
+    (tmp_path / "link").symlink_to("part")
+    (tmp_path / "lure").write_bytes(sparse_vmdk(0, DESCRIPTOR.format('RW 8 FLAT "/etc/hostname" 0')))
+    disk = tmp_path / "disk.vmdk"
+    disk.write_text(DESCRIPTOR.format(lines), newline="")
+    if reason is None:
+        size = 4096 * lines.count("RW")
+        assert content_of(disk) == reference.blkhash(content[:size])
+    else:
+        with pytest.raises(Error, match=reason):
+            content_of(disk)
+
+
+def sparse_vmdk(capacity: int, descriptor: str) -> bytes:
+    """A VMDK with this header and descriptor, and nothing else."""
+    header = struct.pack("<4sIIQQQQIQQQ", b"KDMV", 1, 3, capacity, 128, 1, 20, 512, 0, 0, 128)
+    return header.ljust(512, b"\0") + descriptor.encode().ljust(20 * 512, b"\0")
+
+
+def test_a_vmdk_with_its_content_elsewhere(tmp_path: Path) -> None:
+    """CVE-2022-47951, in a file that looks like a sparse one."""
+    need(shutil.which("qemu-nbd"), "qemu-nbd is not installed")
+    disk = tmp_path / "disk"
+    disk.write_bytes(sparse_vmdk(0, DESCRIPTOR.format('RW 8 FLAT "/etc/hostname" 0')))
+    with pytest.raises(RefusedError, match="without a capacity"):
+        content_of(disk)
+
+
+@pytest.mark.parametrize("line", ['parentFileNameHint="base.vmdk"', "parentCID=01234567"])
+def test_a_sparse_vmdk_with_a_parent(convert: Convert, line: str) -> None:
+    disk = convert("vmdk")
+    data = disk.read_bytes()
+    assert data.count(b"parentCID=ffffffff") == 1
+    new = line.encode() + b"\n#" if "Hint" in line else line.encode()
+    data = (
+        data.replace(b"parentCID=ffffffff"[: len(new)], new, 1)
+        if "CID" in line
+        else data.replace(b"# Extent description\n", new + b"\n", 1)
+    )
+    disk.write_bytes(data)
+    with pytest.raises(RefusedError, match="with a parent"):
+        content_of(disk)
+
+
+def crc32c(data: bytes | bytearray) -> int:
+    """Castagnoli's, as VHDX has it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_a_vhdx_with_a_log_to_replay(convert: Convert) -> None:
+    disk = convert("vhdx")
+    data = bytearray(disk.read_bytes())
+    log_offset = struct.unpack_from("<Q", data, 0x10000 + 72)[0]
+    guid = bytes(range(16))
+    # An entry of the log without descriptors is enough, in a log that both headers call active.
+    entry = bytearray(4096)
+    struct.pack_into("<4sIIIQII16sQQ", entry, 0, b"loge", 0, 4096, 0, 1, 0, 0, guid, len(data), len(data))
+    struct.pack_into("<I", entry, 4, crc32c(entry))
+    data[log_offset : log_offset + 4096] = entry
+    for header in (0x10000, 0x20000):
+        data[header + 48 : header + 64] = guid
+        struct.pack_into("<I", data, header + 4, 0)
+        struct.pack_into("<I", data, header + 4, crc32c(data[header : header + 4096]))
+    disk.write_bytes(data)
+    with pytest.raises(OpenError, match=rf"qemu-nbd: VHDX image file '{disk}' opened read-only, but contains a log"):
+        content_of(disk)
+
+
+def test_qed_and_qcow_with_a_backing_file(image: Callable[..., Path], tmp_path: Path) -> None:
+    """Neither records a format, apart from raw in QED."""
+    base = image(SPEC)
+    shutil.copy(base, tmp_path / "base")
+    for format_name in ("qed", "qcow"):
+        disk = tmp_path / format_name
+        run(find_tool("qemu-img"), "create", "-f", format_name, "-F", "raw", "-b", "base", disk)
+        if format_name == "qed":
+            assert content_of(disk) == EXPECTED
+        else:
+            with pytest.raises(RefusedError, match="the format of its backing file 'base' is not recorded"):
+                content_of(disk)
+
+
+def test_an_image_in_use(convert: Convert, short_path: Path) -> None:
+    disk = convert("vmdk")
+    socket, pid = short_path / "sock", short_path / "pid"
+    words = [find_tool("qemu-nbd"), "-f", "vmdk", "-t", "-k", str(socket), "--pid-file", str(pid), str(disk)]
+    with subprocess.Popen(words) as writer:
+        try:
+            wait_until(pid.exists)
+            with pytest.raises(RefusedError, match="is in use"):
+                content_of(disk)
+            assert content_of(disk, force_share=True) == EXPECTED
+        finally:
+            writer.kill()
+
+
+def test_an_image_that_changes(convert: Convert) -> None:
+    disk = convert("vmdk-flat", "disk.vmdk")
+    source = open_source(str(disk), OpenOptions())
+    source.check_unchanged()
+    with open(disk.with_name("disk-flat.vmdk"), "r+b") as file:
+        file.write(b"x")
+    with pytest.raises(ChangedError, match=r"disk-flat\.vmdk"):
+        source.check_unchanged()
+    source.close()
+
+
+def test_without_qemu_nbd_nothing_is_made_of_it(convert: Convert, imgsum: Imgsum, tmp_path: Path) -> None:
+    for kind in ("vmdk", "vdi", "vhdx", "vpc-fixed", "qed"):
+        result = imgsum("checksum", convert(kind, kind), env={"PATH": str(tmp_path / "nothing")})
+        assert (result.status, result.text) == (2, "")
+        assert result.errors == (
+            f"imgsum: {tmp_path / kind}: is a {FORMATS[kind][0]} image, which takes qemu-nbd to read, and that is not"
+            " installed: install qemu-utils (Debian, Ubuntu) or qemu-img (Fedora, RHEL)\n"
+        )
+
+
+def test_without_libnbd_nothing_is_made_of_it(convert: Convert, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nbd", None)
+    with pytest.raises(MissingError, match="python3-libnbd"):
+        content_of(convert("vmdk"))
+
+
+# --- the child ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(convert: Convert, imgsum: Imgsum) -> Callable[..., tuple[Running, int]]:
+    """stopped(): an imgsum that reads a VMDK, and its qemu-nbd, which is stopped."""
+
+    def start() -> tuple[Running, int]:
+        for _ in range(20):
+            running = imgsum.start("checksum", "-a", "sha512", disk)
+            wait_until(lambda running=running: qemu_of(running) or running.process.poll() is not None)
+            pid = qemu_of(running)
+            if pid:
+                try:
+                    os.kill(pid, signal.SIGSTOP)
+                except ProcessLookupError:
+                    continue
+                return running, pid
+        pytest.fail("qemu-nbd was never seen")
+
+    disk = convert("vmdk", spec="300m:A")
+    return start
+
+
+def qemu_of(running: Running) -> int:
+    """The process ID of its qemu-nbd, or 0."""
+    for line in running.descendants():
+        pid, _, command = line.partition(" ")
+        if "/qemu-nbd --read-only" in command and "/bin/sh" not in command:
+            return int(pid)
+    return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_qemu_nbd_ends_with_us(stopped: Callable[..., tuple[Running, int]], number: int) -> None:
+    """Even if it hangs. finish() asserts that no process, socket or directory is left."""
+    running, _ = stopped()
+    running.signal(number)
+    result = running.finish()
+    assert (result.status, result.stdout, result.stderr) == (-number, b"", b"")
+
+
+def test_qemu_nbd_is_killed(stopped: Callable[..., tuple[Running, int]]) -> None:
+    running, pid = stopped()
+    os.kill(pid, signal.SIGKILL)
+    result = running.finish()
+    assert (result.status, result.text) == (2, "")
+    assert result.errors.count("\n") == 1
+
+
+def test_what_qemu_nbd_gets(stopped: Callable[..., tuple[Running, int]], tmp_path: Path) -> None:
+    """No standard output of ours, nothing to read, and no secret or name on its command line."""
+    running, pid = stopped()
+    for fd in (0, 1):
+        assert os.readlink(f"/proc/{pid}/fd/{fd}") == "/dev/null"
+    assert str(tmp_path) not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert os.listdir(running.directory) == [], "the socket's directory is gone while qemu-nbd runs"
+    os.kill(pid, signal.SIGCONT)
+    assert running.finish().status == 0
+
+
+def test_nothing_is_left(convert: Convert, no_leak: None, tmp_path: Path) -> None:
+    disk = convert("vmdk")
+    assert content_of(disk) == EXPECTED
+    (tmp_path / "bad").write_bytes(disk.read_bytes()[:512].ljust(4096, b"\xff"))
+    for _ in range(3):
+        with pytest.raises(Error):
+            content_of(tmp_path / "bad")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

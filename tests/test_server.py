@@ -1,0 +1,161 @@
+"""[ COMMAND ARG... ] sources: a server that is started by socket activation, and is gone in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import reference
+from conftest import HANG, find_tool
+from reference import MIB
+
+from imgsum import OpenOptions, checksum
+from imgsum.errors import OpenError, ReadError, UsageError
+
+if TYPE_CHECKING:
+    from conftest import Imgsum, Running
+    from nbdservers import Servers
+
+pytest_plugins = ["nbdservers"]
+
+SPEC = "1m:R 3m:- 70k:R 1m:0 100k:A"
+EXPECTED = reference.blkhash(reference.content(SPEC))
+
+Image = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _libnbd(servers: Servers) -> None:
+    """These tests need it, like those with servers."""
+
+
+def test_nbdkit(image: Image, imgsum: Imgsum) -> None:
+    find_tool("nbdkit")
+    words = ["nbdkit", "-r", "file", str(image(SPEC))]
+    assert checksum(words).hexdigest == EXPECTED
+    result = imgsum("checksum", "--", "[", *words, "]")
+    assert (result.text, result.errors, result.status) == (f"{EXPECTED}  [ {' '.join(words)} ]\n", "", 0)
+
+
+@pytest.mark.parametrize("shared", [[], ["-e", "8"], ["-e", "2"], ["-t"]])
+def test_qemu_nbd(image: Image, shared: list[str]) -> None:
+    find_tool("qemu-nbd")
+    assert checksum(["qemu-nbd", "-r", "-f", "raw", *shared, str(image("4m:R"))]).hexdigest == reference.blkhash(
+        reference.content("4m:R")
+    )
+
+
+def test_a_shell_that_becomes_the_server(image: Image) -> None:
+    nbdkit = find_tool("nbdkit")
+    assert checksum(["sh", "-c", f"exec '{nbdkit}' file '{image(SPEC)}'"]).hexdigest == EXPECTED
+
+
+def test_a_server_that_says_a_lot(image: Image) -> None:
+    """More than a pipe holds, and nobody reads it."""
+    words = ["nbdkit", "-v", "file", str(image("8m:R"))]
+    got = checksum(words, options=OpenOptions(request_size=4096))
+    assert got.hexdigest == reference.blkhash(reference.content("8m:R"))
+
+
+def test_standard_output_is_not_the_servers(image: Image, imgsum: Imgsum) -> None:
+    nbdkit = find_tool("nbdkit")
+    script = f"echo to stdout; cat; exec '{nbdkit}' file '{image(SPEC)}'"
+    result = imgsum("checksum", "--", "[", "sh", "-c", script, "]", stdin=b"not for the server")
+    assert result.text == f"{EXPECTED}  [ sh -c {script} ]\n"
+    assert (result.errors, result.status) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["/nonexistent/server"], "/nonexistent/server: command not found"),
+        (["no-such-server"], "no-such-server: command not found"),
+        (["false"], "false: ended without serving anything"),
+        (["sh", "-c", "echo first >&2; echo 'sh: last' >&2; exit 3"], "sh: first; last"),
+        (["nbdkit", "nosuch"], "nbdkit: error: cannot open plugin 'nosuch'"),
+        (["cat", "/nonexistent"], "cat: /nonexistent: "),
+    ],
+)
+def test_commands_that_fail(imgsum: Imgsum, words: list[str], reason: str) -> None:
+    result = imgsum("checksum", "--", "[", *words, "]")
+    assert (result.status, result.text) == (2, "")
+    assert result.errors.startswith(f"imgsum: [ {' '.join(words)} ]: {reason}")
+    assert result.errors.count("\n") == 1
+
+
+def test_a_command_that_does_not_serve() -> None:
+    with pytest.raises(OpenError, match=r"was not ready within 0.2 seconds"):
+        checksum(["sleep", "1000"], options=OpenOptions(connect_timeout=0.2))
+
+
+def test_a_server_whose_reads_fail(no_leak: None) -> None:
+    words = ["nbdkit", "--filter=error", "--filter=noextents", "memory", "4M", "error-pread-rate=100%"]
+    with pytest.raises(ReadError, match=r"Input/output error .*nbdkit: .*injecting EIO error into pread") as caught:
+        checksum(words)
+    assert caught.value.offset == 0
+
+
+def test_no_command() -> None:
+    for words in ([], [""]):
+        with pytest.raises(UsageError):
+            checksum(words)
+    with pytest.raises(UsageError):
+        checksum(["nbdkit", "null"], options=OpenOptions(format="qcow2"))
+
+
+SLOW = ["nbdkit", "--filter=delay", "--filter=noextents", "memory", "1G", "rdelay=1"]
+IN_A_SHELL = ["sh", "-c", "trap '' TERM; nbdkit -f null & exec " + " ".join(SLOW)]
+
+
+@pytest.mark.parametrize("words", [SLOW, IN_A_SHELL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_server_ends_with_us(imgsum: Imgsum, words: list[str], number: int) -> None:
+    """With what it has started itself. finish() asserts that no process, socket or directory is left."""
+    running = imgsum.start("checksum", "--", "[", *words, "]")
+    wait_until(lambda: serving(running))
+    running.signal(number)
+    result = running.finish()
+    assert (result.status, result.stdout, result.stderr) == (-number, b"", b"")
+
+
+def test_the_server_is_killed(imgsum: Imgsum) -> None:
+    running = imgsum.start("checksum", "--", "[", *SLOW, "]")
+    wait_until(lambda: serving(running))
+    os.kill(serving(running), signal.SIGKILL)
+    result = running.finish()
+    assert (result.status, result.text) == (2, "")
+    assert result.errors.startswith(f"imgsum: [ {' '.join(SLOW)} ]: ")
+    assert result.errors.endswith("at offset 0\n")
+
+
+def test_many_servers_one_after_the_other(image: Image, imgsum: Imgsum, no_leak: None) -> None:
+    words = ["[", "nbdkit", "file", str(image(SPEC)), "]"]
+    result = imgsum("checksum", "--", *words * 10)
+    assert result.text.count(EXPECTED) == 10
+    for _ in range(10):
+        assert checksum(words[1:-1]).size == reference.size(SPEC) <= 6 * MIB
+
+
+def serving(running: Running) -> int:
+    """The process ID of its nbdkit, once that has a client; or 0."""
+    for line in running.descendants():
+        pid, _, command = line.partition(" ")
+        if "delay" in command and "/bin/sh" not in command:
+            with contextlib.suppress(OSError):  # what was there a moment ago is gone
+                targets = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+                if sum(target.startswith("socket:") for target in targets) >= 2:
+                    return int(pid)
+    return 0
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
