@@ -110,6 +110,8 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
     if not isinstance(image, str):
         raise OpenError("commands that serve NBD can't be read yet")
     try:
+        if options.untrusted and options.format is None:
+            raise UsageError("--untrusted needs -f: what an image says of itself does not count")
         if is_nbd_uri(image):
             raise OpenError("NBD exports can't be read yet")
         if is_stream(image):
@@ -117,7 +119,7 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 
             if options.format not in (None, "raw"):
                 raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
-            return Stream(image, detect=options.format is None, own=options.own_descriptors)
+            return Stream(image, options.format is None, own=options.own_descriptors, max_size=options.max_size)
         return _open_file(image, options)
     except Error as error:
         raise error.about(image) from error.__cause__
