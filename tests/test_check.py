@@ -448,3 +448,21 @@ def test_untrusted_sums_connect_to_nothing(here: Path) -> None:
     report = api.check("sums", options=api.OpenOptions(untrusted=True, format="raw"))
     assert [verdict.status for verdict in report.verdicts] == ["error"] * 4 + ["ok"]
     assert all(isinstance(verdict.error, RefusedError) for verdict in report.verdicts[:4])
+
+
+def test_untrusted_needs_a_format(imgsum: Imgsum, here: Path) -> None:
+    message = "--untrusted needs -f: what an image says of itself does not count\n"
+    ended = imgsum("check", "--untrusted", stdin=lines("good"))
+    assert (ended.text, ended.status) == ("good: FAILED open or read\n", 2)
+    assert ended.errors.startswith(f"imgsum: good: {message}")
+    assert imgsum("check", "--untrusted", "-f", "raw", stdin=lines("good")).status == 0
+    ended = imgsum("compare", "--untrusted", "-f", "raw", "good", "bad")  # -F is missing
+    assert ended == (b"", f"imgsum: bad: {message}".encode(), 2)
+    assert imgsum("compare", "--untrusted", "-f", "raw", "-F", "raw", "good", "bad").status == 1
+
+
+def test_a_stream_larger_than_allowed(imgsum: Imgsum) -> None:
+    options = ("checksum", "--untrusted", "-f", "raw", "--max-size")
+    assert imgsum(*options, "512", stdin=bytes(512)).status == 0
+    ended = imgsum(*options, "511", stdin=bytes(512))
+    assert ended == (b"", b"imgsum: -: has more bytes of content than the 511 of --max-size\n", 2)

@@ -109,8 +109,10 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
     """
     name = image if isinstance(image, str) else f"[ {' '.join(image)} ]"
     try:
+        if options.untrusted and options.format is None:
+            raise UsageError("--untrusted needs -f: what an image says of itself does not count")
         source = _open(image, options)
-        size = getattr(source, "size", None)  # a stream has none
+        size = getattr(source, "size", None)  # a stream has none, and counts as it goes
         if options.max_size is not None and size is not None and size > options.max_size:
             source.close()
             raise RefusedError(f"has {size} bytes of content, more than the {options.max_size} of --max-size")
@@ -137,7 +139,7 @@ def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
 
         if options.format not in (None, "raw"):
             raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
-        return Stream(image, detect=options.format is None, own=options.own_descriptors)
+        return Stream(image, options.format is None, own=options.own_descriptors, max_size=options.max_size)
     return _open_file(image, options)
 
 

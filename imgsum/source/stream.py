@@ -26,10 +26,11 @@ class Stream:
 
     format = "raw"
 
-    def __init__(self, name: str, detect: bool = True, own: bool = True) -> None:
+    def __init__(self, name: str, detect: bool = True, own: bool = True, max_size: int | None = None) -> None:
         """Open NAME: one that stream_descriptor() knows, or a FIFO, whose writer is waited for. Raises OpenError.
 
-        DETECT: refuse content that is a container of some format. OWN: as OpenOptions.own_descriptors.
+        DETECT: refuse content that is a container of some format. OWN: as OpenOptions.own_descriptors. MAX_SIZE: refuse
+        more bytes than that.
         """
         self.name = name
         descriptor = stream_descriptor(name)
@@ -47,6 +48,7 @@ class Stream:
             raise OpenError("is a directory", name=name)
         self.position = 0
         self._detect = detect
+        self._max_size = max_size
         self._head = b""  # read already, for detection, and not yet given out
         self._tail = b""  # the last that was given out
         self._mtime_ns = status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
@@ -54,7 +56,7 @@ class Stream:
     def fill(self, buffer: memoryview) -> int:
         """Fill BUFFER with what comes next; fewer bytes, down to 0, only at the end.
 
-        Raises ReadError, and RefusedError when the content begins or ends as a container does.
+        Raises ReadError, and RefusedError when the content begins or ends as a container does, or is too large.
         """
         if self._detect and self.position == 0:
             head = bytearray(probe.HEAD_SIZE)
@@ -68,6 +70,8 @@ class Stream:
             count = self._read(buffer[done:])
             self.position += count
             done += count
+        if self._max_size is not None and self.position > self._max_size:
+            raise RefusedError(f"has more bytes of content than the {self._max_size} of --max-size", name=self.name)
         if self._detect:
             self._tail = (self._tail + bytes(buffer[:done][-probe.TAIL_SIZE :]))[-probe.TAIL_SIZE :]
             if done < len(buffer):
