@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,8 +122,8 @@ class _Text:
         rng = random.Random("text")
         letters = b"etaoinshrdlucmfwypvbgkjqxz"
         words = [bytes(rng.choices(letters, k=rng.randrange(2, 11))) for _ in range(5000)]
-        weights = [1 / rank for rank in range(1, len(words) + 1)]
-        self._lines = [b" ".join(rng.choices(words, weights, k=12)) + b"\n" for _ in range(1 << 15)]
+        weights = list(accumulate(1 / rank for rank in range(1, len(words) + 1)))
+        self._lines = [b" ".join(rng.choices(words, cum_weights=weights, k=12)) + b"\n" for _ in range(1 << 15)]
 
     def __call__(self, seed: str, length: int) -> Iterator[bytes]:
         rng = random.Random(seed)
@@ -133,13 +134,14 @@ class _Text:
 
 
 def _runs(path: Path, size: int, fill: Callable[[str, int], Iterator[bytes]]) -> None:
-    """SIZE bytes, half of it data: runs of data and holes of random length, to 8 MiB, in turn."""
+    """SIZE bytes, half of it data: runs of data and holes of random length, to 8 MiB (less in small images)."""
     rng = random.Random("runs")
+    longest = max(1, min(LONGEST_RUN, size // BLOCK // 32))
     at, data = 0, 0
     with path.open("wb") as file:
         while at < size:
-            length = min(rng.randint(1, LONGEST_RUN) * BLOCK, size - at)
-            # Whichever is behind, so that half is half; at the end, and in small images too.
+            length = min(rng.randint(1, longest) * BLOCK, size - at)
+            # Whichever is behind, so that half is half.
             if data * 2 <= at:
                 file.seek(at)
                 file.writelines(fill(f"{at}", length))
