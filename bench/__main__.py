@@ -12,8 +12,9 @@ from pathlib import Path
 
 from bench import host, report
 from bench.bars import judge, judge_memory
-from bench.cases import CASES, Case, Setup
-from bench.images import SIZE, Images, NoSpaceError
+from bench.case import Case, Setup
+from bench.cases import CASES
+from bench.images import SIZE, Images, NoSpaceError, closure
 from bench.run import Answers, FailedError, Outcome, time_rounds
 from imgsum.errors import UsageError
 from imgsum.units import parse_size
@@ -33,26 +34,39 @@ def main() -> int:
         print("bench: no case of that name (--list shows them)", file=sys.stderr)
         return 2
     images = Images(arguments.images, arguments.size)
-    names = [name for case in chosen for name in case.images]
     try:
-        _say("making images")
-        images.make(names)
-        facts = host.facts(arguments.images)
-        answers = Answers()
-        records = [run_case(case, images, arguments.runs, answers) for case in chosen]
+        images.check_space([case.images for case in chosen], arguments.keep)
     except NoSpaceError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    finally:
-        if not arguments.keep:
-            images.remove(names)
+    facts = host.facts(arguments.images)
     facts["size"] = arguments.size
+    records = run_cases(chosen, images, arguments.runs, arguments.keep)
     written = report.write(arguments.results, facts, records)
     print(f"{report.summary(records)}; {', '.join(map(str, written))}")
     failed = [record["name"] for record in records if record["failed"]]
     if failed:
         print(f"bench: failed, or a wrong answer: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def run_cases(cases: list[Case], images: Images, most: int, keep: bool) -> list[report.Record]:
+    """Measure CASES in turn. Each finds its images, which go with the last one that needs them, unless KEPT."""
+    answers = Answers()
+    records = []
+    needs = [set(closure(case.images)) for case in cases]
+    try:
+        for index, case in enumerate(cases):
+            images.make(case.images)
+            records.append(run_case(case, images, most, answers))
+            if not keep:
+                images.remove(needs[index].difference(*needs[index + 1 :]))
+    except KeyboardInterrupt:
+        _say("interrupted: what was measured so far is reported")
+    finally:
+        if not keep:
+            images.remove(set().union(*needs))
+    return records
 
 
 def run_case(case: Case, images: Images, most: int, answers: Answers) -> report.Record:

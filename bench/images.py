@@ -12,7 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -54,17 +54,29 @@ class Images:
         """Where image NAME is, made or not."""
         return self.directory / f"{self.size}-{name}"
 
+    def check_space(self, steps: Sequence[Iterable[str]], keep: bool) -> None:
+        """Raise NoSpaceError unless there is room for the images of all STEPS.
+
+        Unless they are to be KEPT, each is removed after the last step that needs it.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.directory).free
+        needs = [set(closure(names)) for names in steps]
+        live: set[str] = set()
+        for index, names in enumerate(needs):
+            live |= {name for name in names if not self.path(name).exists()}
+            need = int(sum(IMAGES[name].cost for name in live) * self.size * 1.05)
+            if need > free:
+                raise NoSpaceError(f"{self.directory}: {free / GIB:.1f} GiB are free, {need / GIB:.1f} GiB needed")
+            if not keep:
+                live &= set().union(*needs[index + 1 :])
+
     def make(self, names: Iterable[str]) -> None:
-        """Make those of NAMES, and what they need, that aren't there yet. Raises NoSpaceError before it begins.
+        """Make those of NAMES, and what they need, that aren't there yet.
 
         In another process, as the most that this one ever had resident shows in what is measured: see run.py.
         """
         missing = [name for name in closure(names) if not self.path(name).exists()]
-        self.directory.mkdir(parents=True, exist_ok=True)
-        need = int(sum(IMAGES[name].cost for name in missing) * self.size * 1.05)
-        free = shutil.disk_usage(self.directory).free
-        if need > free:
-            raise NoSpaceError(f"{self.directory} has {free / GIB:.1f} GiB free, the images need {need / GIB:.1f} GiB")
         if missing:
             argv = [sys.executable, "-m", "bench.images", str(self.directory.absolute()), str(self.size), *missing]
             subprocess.run(argv, cwd=Path(__file__).parents[1], check=True)
@@ -78,8 +90,8 @@ class Images:
         part.rename(self.path(name))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove NAMES and what they needed."""
-        for name in closure(names):
+        """Remove NAMES."""
+        for name in names:
             _remove(self.path(name))
 
 
@@ -150,8 +162,8 @@ def _runs(path: Path, size: int, fill: Callable[[str, int], Iterator[bytes]]) ->
         file.truncate(size)
 
 
-def _half(images: Images, path: Path) -> None:
-    _runs(path, images.size, _random)
+def _half(size: int) -> Callable[[Images, Path], None]:
+    return lambda images, path: _runs(path, images.scaled(size), _random)
 
 
 def _text(images: Images, path: Path) -> None:
@@ -206,26 +218,26 @@ def _qcow2(base: str, *options: str, compress: bool = False) -> Callable[[Images
 
 
 def _fragmented(images: Images, path: Path) -> None:
-    """The content of half, its clusters allocated in random order."""
-    half = images.path("half.raw")
-    clusters = [at for start, length in data_runs(half) for at in range(start, start + length, BLOCK)]
+    """The content of part, its clusters allocated in random order."""
+    part = images.path("part.raw")
+    clusters = [at for start, length in data_runs(part) for at in range(start, start + length, BLOCK)]
     random.Random("fragmented").shuffle(clusters)
-    _run("qemu-img", "create", "-q", "-f", "qcow2", path, str(images.size))
+    _run("qemu-img", "create", "-q", "-f", "qcow2", path, str(part.stat().st_size))
     # The writes of qemu-io allocate; converting with -n then fills the same clusters with the content.
     writes = "".join(f"write -q -P 1 {at} {BLOCK}\n" for at in clusters)
     _run("qemu-io", "-f", "qcow2", "-t", "unsafe", path, text=writes)
-    _convert(half, path, "-n")
+    _convert(part, path, "-n")
 
 
 def _chain(images: Images, path: Path) -> None:
-    """The content of half in ten images, each of which has a tenth of the runs."""
+    """The content of part in ten images, each of which has a tenth of the runs."""
     path.mkdir()
-    half = images.path("half.raw")
+    part = images.path("part.raw")
     layer = path / "layer.raw"
     for index in range(LAYERS):
-        with half.open("rb") as source, layer.open("wb") as target:
-            target.truncate(images.size)
-            for number, (start, length) in enumerate(data_runs(half)):
+        with part.open("rb") as source, layer.open("wb") as target:
+            target.truncate(part.stat().st_size)
+            for number, (start, length) in enumerate(data_runs(part)):
                 if number % LAYERS == index:
                     _copy_range(source.fileno(), target.fileno(), start, length)
         _convert(layer, path / f"{index}.qcow2")
@@ -250,8 +262,9 @@ def _preallocated(images: Images, path: Path) -> None:
 
 IMAGES = {
     "empty.raw": Image(_hole(SIZE), 0),
-    "half.raw": Image(_half, 0.51),
+    "half.raw": Image(_half(SIZE), 0.51),
     "half-copy.raw": Image(_copy, 0.51, ("half.raw",)),
+    "part.raw": Image(_half(2 * GIB), 0.17),
     "full.raw": Image(_full, 0.34),
     "text.raw": Image(_text, 0.17),
     "zeros.raw": Image(_zeros, 1),
@@ -259,11 +272,12 @@ IMAGES = {
     "extents.raw": Image(_extents, 0.07),
     "small": Image(_small, 0.02),
     "half.qcow2": Image(_qcow2("half.raw"), 0.51, ("half.raw",)),
-    "half-4k.qcow2": Image(_qcow2("half.raw", "cluster_size=4k"), 0.52, ("half.raw",)),
-    "half-2m.qcow2": Image(_qcow2("half.raw", "cluster_size=2m"), 0.75, ("half.raw",)),
-    "half-fragmented.qcow2": Image(_fragmented, 0.51, ("half.raw",)),
-    "half-chain": Image(_chain, 0.57, ("half.raw",)),
     "half-changed.qcow2": Image(_changed, 0, ("half.qcow2",)),
+    "part.qcow2": Image(_qcow2("part.raw"), 0.17, ("part.raw",)),
+    "part-4k.qcow2": Image(_qcow2("part.raw", "cluster_size=4k"), 0.18, ("part.raw",)),
+    "part-2m.qcow2": Image(_qcow2("part.raw", "cluster_size=2m"), 0.25, ("part.raw",)),
+    "part-fragmented.qcow2": Image(_fragmented, 0.18, ("part.raw",)),
+    "part-chain": Image(_chain, 0.2, ("part.raw",)),
     "text-zlib.qcow2": Image(_qcow2("text.raw", "compression_type=zlib", compress=True), 0.1, ("text.raw",)),
     "text-zstd.qcow2": Image(_qcow2("text.raw", "compression_type=zstd", compress=True), 0.1, ("text.raw",)),
     "preallocated-1t.qcow2": Image(_preallocated, 0.03),

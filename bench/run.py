@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 TIMEOUT = 300.0
 """Seconds after which a command is killed: a benchmark must not hang on what it measures."""
@@ -113,20 +114,27 @@ def run_once(command: Command) -> tuple[Run, str]:
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         start = time.perf_counter()
         process = subprocess.Popen(command.argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
-        timer = threading.Timer(TIMEOUT, process.kill)
+        timer = threading.Timer(TIMEOUT, os.kill, (process.pid, signal.SIGKILL))
         timer.daemon = True
         timer.start()
         # wait4 gives the resources of this child and of those that it waited for, and of no other.
-        _, status, usage = os.wait4(process.pid, 0)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except KeyboardInterrupt:
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
         wall = time.perf_counter() - start
-        timer.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
-        stdout.seek(0)
-        stderr.seek(0)
-        words = [line.split() for line in stdout.read().decode(errors="replace").splitlines()]
-        said = stderr.read().decode(errors="replace").strip().splitlines()
+        printed, said = _lines(stdout), _lines(stderr)
     if process.returncode != command.status:
         raise FailedError(f"status {process.returncode}" + (f": {said[-1][:200]}" if said else ""))
-    return Run(wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024), " ".join(
-        line[0] for line in words if line
-    )
+    answer = " ".join(line.split()[0] for line in printed)
+    return Run(wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024), answer
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    """The lines of FILE that aren't blank."""
+    file.seek(0)
+    return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -232,14 +234,14 @@ def test_half_is_half_data_and_the_same_every_time(images: Images, tmp_path: Pat
     assert len(set(data)) == len(data), "no two blocks of data are alike"
 
 
-def test_every_form_of_half_has_its_content(images: Images, tool: Tool, tmp_path: Path) -> None:
+def test_every_form_of_an_image_has_its_content(images: Images, tool: Tool, tmp_path: Path) -> None:
     qemu_img = tool("qemu-img")
     tool("qemu-io")
-    forms = [name for name in IMAGES if name.startswith("half") and name != "half-changed.qcow2"]
+    forms = [name for name in IMAGES if name.startswith(("half", "part", "text")) and name != "half-changed.qcow2"]
     images.make(forms)
-    content = images.path("half.raw").read_bytes()
     for name in forms:
         path = images.path(name)
+        content = images.path(re.split("[-.]", name)[0] + ".raw").read_bytes()
         copy = tmp_path / name
         image = path / f"{LAYERS - 1}.qcow2" if path.is_dir() else path
         subprocess.run([qemu_img, "convert", "-O", "raw", str(image), str(copy)], check=True)
@@ -256,6 +258,13 @@ def test_the_simple_loop_is_right(images: Images, image: str, options: list[str]
 
 
 def test_images_that_do_not_fit_are_an_error_before_the_first_is_made(tmp_path: Path) -> None:
-    with pytest.raises(NoSpaceError, match="GiB free"):
-        Images(tmp_path, 1 << 60).make(["empty.raw", "half.raw"])
+    with pytest.raises(NoSpaceError, match="GiB needed"):
+        Images(tmp_path, 1 << 60).check_space([["empty.raw"], ["half.raw"]], keep=False)
     assert not any(tmp_path.iterdir())
+
+
+def test_room_is_needed_for_what_is_there_at_one_time(tmp_path: Path) -> None:
+    images = Images(tmp_path, int(shutil.disk_usage(tmp_path).free / 0.8))
+    images.check_space([["half.raw"], ["full.raw"], ["text.raw"]], keep=False)
+    with pytest.raises(NoSpaceError, match="GiB needed"):
+        images.check_space([["half.raw"], ["full.raw"], ["text.raw"]], keep=True)
