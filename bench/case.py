@@ -108,7 +108,14 @@ def size_name(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 
-def qemu_compare(one: Path, other: Path, status: int = 0) -> Command:
-    """QEMU comparing two images."""
+def qemu_compare(one: Path, other: Path, differ_at: int | None = None) -> Command:
+    """QEMU comparing two images, which are identical or DIFFER_AT an offset."""
     formats = ["-f", one.suffix[1:], "-F", other.suffix[1:]]
-    return Command(["qemu-img", "compare", *formats, str(one), str(other)], status=status)
+    return comparison(["qemu-img", "compare", *formats, str(one), str(other)], differ_at)
+
+
+def comparison(argv: list[str], differ_at: int | None) -> Command:
+    """A command that compares, and must say where the difference is."""
+    if differ_at is None:
+        return Command(argv, says="identical")
+    return Command(argv, status=1, says=f"offset {differ_at}")

@@ -28,6 +28,8 @@ class Command(NamedTuple):
     """What its lines begin with: all commands of all cases that have the same `answer` must print the same."""
     status: int = 0
     """The exit status that it must have."""
+    says: str | None = None
+    """What must be in its output. A status alone says little: that of a difference is that of a crash too."""
 
 
 Limit = Callable[[], float]
@@ -130,6 +132,8 @@ def run_once(command: Command) -> tuple[Run, str]:
         printed, said = _lines(stdout), _lines(stderr)
     if process.returncode != command.status:
         raise FailedError(f"status {process.returncode}" + (f": {said[-1][:200]}" if said else ""))
+    if command.says is not None and command.says not in "\n".join(printed):
+        raise FailedError(f"does not say '{command.says}'")
     answer = " ".join(line.split()[0] for line in printed)
     return Run(wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024), answer
 

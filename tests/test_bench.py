@@ -210,6 +210,7 @@ def test_a_run_has_the_resources_of_the_child_alone() -> None:
         (Command(["no-such-program-anywhere"]), "not installed"),
         (Command(["sh", "-c", "echo said >&2; exit 3"]), "status 3: said"),
         (Command(["true"], status=1), "status 0"),
+        (Command(["sh", "-c", "echo differs; exit 1"], status=1, says="offset 5"), "does not say 'offset 5'"),
     ],
 )
 def test_a_command_that_does_not_end_as_it_must_is_not_measured(command: Command, reason: str) -> None:

@@ -6,14 +6,14 @@ import shlex
 from pathlib import Path
 
 from bench.bars import at_most
-from bench.case import IMGSUM, Commands, Setup, case, checksum, qemu_compare
-from bench.images import SMALL_IMAGES
+from bench.case import IMGSUM, Commands, Setup, case, checksum, comparison, qemu_compare
+from bench.images import BLOCK, SMALL_IMAGES
 from bench.run import Command
 
 
-def compare(one: Path, other: Path, status: int = 0) -> Command:
-    """Imgsum comparing two images."""
-    return Command([*IMGSUM, "compare", "-q", str(one), str(other)], status=status)
+def compare(one: Path, other: Path, differ_at: int | None = None) -> Command:
+    """Imgsum comparing two images, which are identical or DIFFER_AT an offset."""
+    return comparison([*IMGSUM, "compare", str(one), str(other)], differ_at)
 
 
 @case("half.raw", "half-copy.raw")
@@ -45,7 +45,8 @@ def compare_qcow2_qcow2(s: Setup) -> Commands:
 def compare_different(s: Setup) -> Commands:
     """Raw and qcow2 of 6 GiB, half of it data, different at the end."""
     one, other = s.path("half.raw"), s.path("half-changed.qcow2")
-    return {"imgsum": compare(one, other, status=1), "qemu-img compare": qemu_compare(one, other, status=1)}
+    at = s.images.size - BLOCK
+    return {"imgsum": compare(one, other, at), "qemu-img compare": qemu_compare(one, other, at)}
 
 
 @case("half.raw", bars=(at_most(1.05, "imgsum checksum"),))
@@ -53,7 +54,7 @@ def check_one(s: Setup) -> Commands:
     """Check of one image, 6 GiB raw, half of it data: against its checksum."""
     image = s.path("half.raw")
     return {
-        "imgsum": Command([*IMGSUM, "check", "-q", str(s.sums("one.sums", image))]),
+        "imgsum": Command([*IMGSUM, "check", str(s.sums("one.sums", image))], says=": OK"),
         "imgsum checksum": checksum("half", image),
     }
 
@@ -80,8 +81,8 @@ def check_100(s: Setup) -> Commands:
         each.append(str(path))
     assert len(each) == SMALL_IMAGES
     return {
-        "imgsum": Command([*IMGSUM, "check", str(whole)], "check of 100 images"),
-        "100 commands": Command(_for_each([*IMGSUM, "check"], each), "check of 100 images"),
+        "imgsum": Command([*IMGSUM, "check", str(whole)], "check of 100 images", says="099.raw: OK"),
+        "100 commands": Command(_for_each([*IMGSUM, "check"], each), "check of 100 images", says="099.raw: OK"),
     }
 
 
