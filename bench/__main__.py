@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from bench import host, report
-from bench.bars import judge, judge_memory
+from bench.bars import judge, judge_memory, peak_memory
 from bench.case import Case, Setup
 from bench.cases import CASES
 from bench.images import SIZE, Images, NoSpaceError, closure
@@ -42,8 +42,10 @@ def main() -> int:
     facts = host.facts(arguments.images)
     facts["size"] = arguments.size
     records = run_cases(chosen, images, arguments.runs, arguments.keep)
-    written = report.write(arguments.results, facts, records)
-    print(f"{report.summary(records)}; {', '.join(map(str, written))}")
+    peaks = {made["name"]: made["peak_memory"] for made in records if made["peak_memory"]}
+    bars = report.all_bars(records, judge_memory(peaks)._asdict())
+    written = report.write(arguments.results, facts, records, bars)
+    print(f"{report.summary(bars)}; {', '.join(map(str, written))}")
     failed = [record["name"] for record in records if record["failed"]]
     if failed:
         print(f"bench: failed, or a wrong answer: {', '.join(failed)}", file=sys.stderr)
@@ -96,9 +98,6 @@ def run_case(case: Case, images: Images, most: int, answers: Answers) -> report.
 
 def record(case: Case, outcome: Outcome) -> report.Record:
     """What is written of CASE: its runs, the verdict on each bar, and what went wrong."""
-    verdicts = [judge(bar, outcome) for bar in case.bars]
-    if not case.sweep:  # a sweep goes beyond what the defaults promise
-        verdicts.append(judge_memory(outcome))
     # A peer that isn't installed is no failure; anything else that couldn't be measured is.
     failed = any("not installed" not in why for why in outcome.missing.values())
     return {
@@ -106,7 +105,8 @@ def record(case: Case, outcome: Outcome) -> report.Record:
         "about": case.about,
         "sweep": case.sweep,
         "runs": {label: [run._asdict() for run in runs] for label, runs in outcome.runs.items()},
-        "bars": [verdict._asdict() for verdict in verdicts],
+        "bars": [judge(bar, outcome)._asdict() for bar in case.bars],
+        "peak_memory": 0 if case.sweep else peak_memory(outcome),  # sweeps go beyond what the defaults promise
         "problems": [*outcome.wrong, *(f"{label}: {why}" for label, why in outcome.missing.items())],
         "failed": failed or bool(outcome.wrong),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from bench.run import Outcome
@@ -63,11 +64,16 @@ def ratios(bar: Bar, outcome: Outcome) -> list[float]:
     ]
 
 
-def judge_memory(outcome: Outcome) -> Verdict:
-    """The most that any run of imgsum had resident."""
-    runs = [run for label, runs in outcome.runs.items() if label.startswith("imgsum") for run in runs]
-    peak = max((run.max_rss for run in runs), default=0)
+def judge_memory(peaks: Mapping[str, int]) -> Verdict:
+    """The most resident of PEAKS, which are bytes by case."""
     bar = f"imgsum resident <= {MEMORY_LIMIT >> 20} MiB"
-    if not peak:
-        return Verdict(bar, MEMORY_LIMIT, None, None, "imgsum failed")
-    return Verdict(bar, MEMORY_LIMIT, peak, peak <= MEMORY_LIMIT, None)
+    if not peaks:
+        return Verdict(bar, MEMORY_LIMIT, None, None, "nothing was measured")
+    case = max(peaks, key=lambda name: peaks[name])
+    return Verdict(f"{bar}, most in {case}", MEMORY_LIMIT, peaks[case], peaks[case] <= MEMORY_LIMIT, None)
+
+
+def peak_memory(outcome: Outcome) -> int:
+    """The most that any run of imgsum had resident. 0: there were none."""
+    runs = [run for label, runs in outcome.runs.items() if label.startswith("imgsum") for run in runs]
+    return max((run.max_rss for run in runs), default=0)

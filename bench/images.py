@@ -93,6 +93,7 @@ class Images:
         """Remove NAMES."""
         for name in names:
             _remove(self.path(name))
+            _remove(self.path(f"part-{name}"))  # of what was interrupted
 
 
 def closure(names: Iterable[str]) -> list[str]:

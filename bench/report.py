@@ -9,23 +9,30 @@ from statistics import median
 from typing import Any
 
 from bench.bars import MEMORY_LIMIT
+from bench.images import SIZE
 
 Record = dict[str, Any]
 """A case as it is in the JSON: see record() in __main__.py."""
 
 
-def write(results: Path, host: Record, cases: list[Record]) -> list[Path]:
+def all_bars(cases: list[Record], memory: Record) -> list[Record]:
+    """The bars of CASES, each with its case's name and description, and the one on MEMORY, which is of all cases."""
+    bars = [{"case": case["name"], "about": case["about"], **bar} for case in cases for bar in case["bars"]]
+    return [*bars, {"case": "memory", "about": "all cases but the sweeps", **memory}]
+
+
+def write(results: Path, host: Record, cases: list[Record], bars: list[Record]) -> list[Path]:
     """Write bench.json, bench.md and bench.png into RESULTS. Returns those that were written."""
     results.mkdir(parents=True, exist_ok=True)
     written = [results / "bench.json", results / "bench.md"]
-    written[0].write_text(json.dumps({"host": host, "cases": cases}, indent=1) + "\n")
-    written[1].write_text("\n".join(markdown(host, cases)) + "\n")
-    if plot(results / "bench.png", cases):
+    written[0].write_text(json.dumps({"host": host, "bars": bars, "cases": cases}, indent=1) + "\n")
+    written[1].write_text("\n".join(markdown(host, cases, bars)) + "\n")
+    if plot(results / "bench.png", cases, bars):
         written.append(results / "bench.png")
     return written
 
 
-def markdown(host: Record, cases: list[Record]) -> Iterator[str]:
+def markdown(host: Record, cases: list[Record], bars: list[Record]) -> Iterator[str]:
     """All of it as tables."""
     yield "# imgsum bench"
     yield ""
@@ -33,16 +40,20 @@ def markdown(host: Record, cases: list[Record]) -> Iterator[str]:
         text = ", ".join(f"{k}: {v or 'not installed'}" for k, v in value.items()) if isinstance(value, dict) else value
         yield f"- {key}: {text}"
     yield ""
+    if host["size"] < SIZE:
+        yield f"**Scaled down**: the images have {host['size'] / SIZE:.3g} of the sizes that these tables name. The bars"
+        yield "are for the full sizes; at small ones, ratios say how long a process takes to start."
+        yield ""
     yield from _problems(cases)
-    yield from _bars(cases)
+    yield from _bars(bars)
     yield from _before_after(cases)
     yield from _sweeps(cases)
     yield from _everything(cases)
 
 
-def summary(cases: list[Record]) -> str:
+def summary(bars: list[Record]) -> str:
     """How many bars were met, in a line."""
-    verdicts = [bar["met"] for case in cases for bar in case["bars"]]
+    verdicts = [bar["met"] for bar in bars]
     return f"{verdicts.count(True)} bars met, {verdicts.count(False)} missed, {verdicts.count(None)} not measured"
 
 
@@ -55,16 +66,15 @@ def _problems(cases: list[Record]) -> Iterator[str]:
         yield ""
 
 
-def _bars(cases: list[Record]) -> Iterator[str]:
+def _bars(bars: list[Record]) -> Iterator[str]:
     yield "## Bars"
     yield ""
-    yield summary(cases) + "."
+    yield summary(bars) + "."
     yield ""
     yield "| case | what | bar | measured | |"
     yield "|---|---|---|---|---|"
-    for case in cases:
-        for bar in case["bars"]:
-            yield f"| {case['name']} | {case['about']} | {bar['bar']} | {measured_text(bar)} | {verdict_text(bar)} |"
+    for bar in bars:
+        yield f"| {bar['case']} | {bar['about']} | {bar['bar']} | {measured_text(bar)} | {verdict_text(bar)} |"
     yield ""
 
 
@@ -150,7 +160,7 @@ def values(case: Record) -> list[str]:
     return [label for label in case["runs"] if label != "best"]
 
 
-def plot(path: Path, cases: list[Record]) -> bool:
+def plot(path: Path, cases: list[Record], bars: list[Record]) -> bool:
     """Draw the bars, before and after, and the sweeps. False without matplotlib, which only development installs."""
     try:
         import matplotlib as mpl
@@ -159,7 +169,7 @@ def plot(path: Path, cases: list[Record]) -> bool:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    bars = [(case, bar) for case in cases for bar in case["bars"] if bar["measured"] is not None]
+    bars = [bar for bar in bars if bar["measured"] is not None]
     pairs = [case for case in cases if {"before", "imgsum"} <= case["runs"].keys()]
     sweeps = [case for case in cases if case["sweep"] and "best" in case["runs"]]
     heights = [max(2.0, 0.25 * len(bars)), max(2.0, 0.5 * len(pairs)), 4.0]
@@ -167,10 +177,11 @@ def plot(path: Path, cases: list[Record]) -> bool:
         3, 1, figsize=(12, sum(heights)), height_ratios=heights, layout="constrained"
     )
 
-    labels = [f"{case['name']}: {bar['bar']} ({measured_text(bar)})" for case, bar in bars]
-    colors = ["tab:green" if bar["met"] else "tab:red" for _, bar in bars]
-    top.barh(labels, [bar["measured"] / bar["limit"] for _, bar in bars], color=colors)
+    labels = [f"{bar['case']}: {bar['bar']} ({measured_text(bar)})" for bar in bars]
+    colors = ["tab:green" if bar["met"] else "tab:red" for bar in bars]
+    top.barh(labels, [bar["measured"] / bar["limit"] for bar in bars], color=colors)
     top.axvline(1.0, color="black", linewidth=1)
+    top.set_xlim(0, 2.5)  # what is beyond is far off, and its figure is in the label
     top.invert_yaxis()
     top.set_title("Bars: measured as a part of the bar (left of the line: met)")
 
