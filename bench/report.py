@@ -41,8 +41,8 @@ def markdown(host: Record, cases: list[Record], bars: list[Record]) -> Iterator[
         yield f"- {key}: {text}"
     yield ""
     if host["size"] < SIZE:
-        yield f"**Scaled down**: the images have {host['size'] / SIZE:.3g} of the sizes that these tables name. The bars"
-        yield "are for the full sizes; at small ones, ratios say how long a process takes to start."
+        yield f"**Scaled down**: the images have {host['size'] / SIZE:.3g} of the sizes that these tables name."
+        yield "The bars are for the full sizes; at small ones, ratios say how long a process takes to start."
         yield ""
     yield from _problems(cases)
     yield from _bars(bars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import reference
+from conftest import need
 
 from bench.bars import at_most, judge, judge_memory, peak_memory
 from bench.cases import CASES
 from bench.images import BLOCK, IMAGES, LAYERS, Images, NoSpaceError, data_bytes
 from bench.run import Answers, Command, FailedError, Outcome, Run, run_once, time_rounds
+from bench.servers import nbdkit
 
 ROOT = Path(__file__).parents[1]
 SIZE = 8 << 20
@@ -259,6 +262,22 @@ def test_the_simple_loop_is_right(images: Images, image: str, options: list[str]
     path = images.path(image)
     argv = [sys.executable, str(ROOT / "bench" / "naive.py"), *options, str(path)]
     assert subprocess.check_output(argv, text=True) == f"{checksum_of(path)}  {path}\n"
+
+
+def test_the_simple_loop_is_right_over_nbd(images: Images, tool: Tool) -> None:
+    tool("nbdkit")
+    need(importlib.util.find_spec("nbd"), "python3-libnbd is not installed")
+    images.make(["half.raw"])
+    path = images.path("half.raw")
+    with nbdkit("file", str(path)) as uri:
+        output = subprocess.check_output([sys.executable, str(ROOT / "bench" / "naive.py"), uri], text=True)
+    assert output == f"{checksum_of(path)}  {uri}\n"
+
+
+def test_a_server_that_does_not_start_is_said(tool: Tool) -> None:
+    tool("nbdkit")
+    with pytest.raises(FailedError, match="nbdkit: status 1: .*no-such-file"), nbdkit("file", "/no-such-file"):
+        pass
 
 
 def test_images_that_do_not_fit_are_an_error_before_the_first_is_made(tmp_path: Path) -> None:
