@@ -276,7 +276,7 @@ def test_the_simple_loop_is_right_over_nbd(images: Images, tool: Tool) -> None:
 
 def test_a_server_that_does_not_start_is_said(tool: Tool) -> None:
     tool("nbdkit")
-    with pytest.raises(FailedError, match="nbdkit: status 1: .*no-such-file"), nbdkit("file", "/no-such-file"):
+    with pytest.raises(FailedError, match=r"nbdkit: status 1: .*no-such-file"), nbdkit("file", "/no-such-file"):
         pass
 
 
