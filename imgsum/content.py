@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from imgsum.errors import OpenError, ReadError
 from imgsum.extent import Extent, tile
-from imgsum.pipeline import WORKERS, Worker
+from imgsum.pipeline import Worker
 from imgsum.source import OpenOptions, Reader, Source, open_source
 from imgsum.source.stream import Stream
 
@@ -38,7 +38,7 @@ class Content:
         if start > source.size or self.end > source.size:
             raise OpenError(f"has {source.size} bytes, so there is no range of {max(0, self.length)} from {start}")
         self._options = options
-        self._readers: list[Reader | None] = [None] * WORKERS
+        self._readers: dict[int, Reader] = {}  # by the worker's index
 
     def extents(self) -> Iterator[Extent]:
         """Lazily, exactly tiling the range; only what the source is certain of is zero."""
@@ -50,7 +50,7 @@ class Content:
 
         Returns how many. Raises an imgsum.Error.
         """
-        reader = self._readers[worker.index]
+        reader = self._readers.get(worker.index)
         if reader is None:
             reader = self._readers[worker.index] = self.source.reader()
         request = self._options.request_size
@@ -63,9 +63,8 @@ class Content:
 
     def close(self) -> None:
         """Close the readers, then the source."""
-        for reader in self._readers:
-            if reader is not None:
-                reader.close()
+        for reader in list(self._readers.values()):
+            reader.close()
         self.source.close()
 
 

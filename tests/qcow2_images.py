@@ -28,7 +28,9 @@ class Image(NamedTuple):
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
     """Run COMMAND; its stdout. Raises RuntimeError with what it said when it fails."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, errors="replace", check=False, cwd=cwd)
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, errors="replace", check=False, cwd=cwd
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
@@ -199,7 +201,19 @@ class _Maker:
         if rng.random() < 0.5:
             options.append("compression_type=zstd")
         compress = ["-c"] if rng.random() < 0.7 else []
-        self._run("qemu-img", "convert", *compress, "-f", format_, "-O", "qcow2", "-o", ",".join(options), path.name, "converted")
+        self._run(
+            "qemu-img",
+            "convert",
+            *compress,
+            "-f",
+            format_,
+            "-O",
+            "qcow2",
+            "-o",
+            ",".join(options),
+            path.name,
+            "converted",
+        )
         return self.directory / "converted"
 
     def _bytes(self, length: int) -> bytes:

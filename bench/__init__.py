@@ -1,0 +1,1 @@
+"""What imgsum costs, against its peers on the same images: `make bench`. See README.md beside this file."""
