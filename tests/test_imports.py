@@ -12,9 +12,6 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "imgsum"
 
-LEAVES = {"imgsum.errors"}
-"""Import nothing of the package."""
-
 LAYERS = [
     {"imgsum.errors"},
     {"imgsum.extent", "imgsum.units"},
@@ -23,10 +20,12 @@ LAYERS = [
     {"imgsum.content"},
     {"imgsum.digest"},
     {"imgsum.blkhash"},
-    {"imgsum.checksums", "imgsum.compare", "imgsum.sums"},
+    {"imgsum.checksums", "imgsum.comparison", "imgsum.sums"},
+    {"imgsum.checking"},
     {"imgsum.report"},
-    {"imgsum.progress", "imgsum.check"},
+    {"imgsum.progress"},
     {"imgsum.options"},
+    {"imgsum.commands"},
     {"imgsum.cli"},
     {"imgsum.__main__"},
 ]

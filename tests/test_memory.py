@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import reference
 from conftest import Imgsum
-from reference import GIB, MIB, TIB
+from reference import MIB, TIB
+from test_vectors import VECTORS
 
 LIMIT = 64 * MIB
 
@@ -20,42 +22,52 @@ def sparse(tmp_path: Path) -> Path:
     return path
 
 
-def test_gigabytes_of_data(image_in_memory: object, imgsum: Imgsum) -> None:
+def test_gigabytes_of_data(image_in_memory: Callable[..., Path], imgsum: Imgsum) -> None:
     """6 GiB that are all read: for what is kept it makes no difference that they are zeros."""
-    path = image_in_memory("6g:-")  # type: ignore[operator]
-    result, peak = imgsum.peak_memory("checksum", "-q", "--no-extents", path)
-    assert result.status == 0
-    assert result.text.split()[0] == reference.blkhash(reference.chunks("6g:-"))
+    vector = next(vector for vector in VECTORS if vector.name == "six-gig-empty-odd")
+    result, peak = imgsum.peak_memory("checksum", "-q", "--no-extents", image_in_memory(vector.spec))
+    assert result.text.split()[0] == vector.digest
     assert peak <= LIMIT
 
 
-def test_data_that_is_hashed(image_in_memory: object, imgsum: Imgsum) -> None:
-    path = image_in_memory("256m:R")  # type: ignore[operator]
-    for options in (["-a", "xxh3-128"], ["-a", "blake3", "-T", "none"], ["-a", "blake3", "--request-size=32m"]):
-        result, peak = imgsum.peak_memory("checksum", "-q", *options, path)
-        assert result.text.split()[0] == reference.blkhash(reference.chunks("256m:R"), options[1])
-        assert peak <= LIMIT
+LETTERS = " ".join(f"16m:{letter}" for letter in "ABCDEFGH")
+OPTIONS = (
+    ["-a", "blake3"],
+    ["-a", "blake3", "-T", "none"],
+    ["-a", "sha1", "--request-size=32m"],
+    ["-a", "xxh64", "-b", "32m"],
+    ["-a", "blake3", "-b", "512"],
+)
 
 
-@pytest.mark.parametrize("options", [[], ["--request-size=32m"], ["-b", "32m"], ["--construction=imageio"]])
-def test_streams(options: list[str], image_in_memory: object, imgsum: Imgsum) -> None:
-    with open(image_in_memory("256m:R"), "rb") as file:  # type: ignore[operator]
-        result, peak = (
-            imgsum.peak_memory("checksum", "-a", "xxh64", *options, stdin=file)
-            if ("imageio" not in "".join(options))
-            else imgsum.peak_memory("checksum", *options, stdin=file)
-        )
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_data_that_is_hashed(options: list[str], image: Callable[..., Path], imgsum: Imgsum) -> None:
+    result, peak = imgsum.peak_memory("checksum", *options, image(LETTERS))
     assert result.status == 0
+    assert peak <= LIMIT
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_streams(options: list[str], image: Callable[..., Path], imgsum: Imgsum) -> None:
+    with open(image(LETTERS), "rb") as file:
+        result, peak = imgsum.peak_memory("checksum", *options, stdin=file)
+    assert result.status == 0
+    assert peak <= LIMIT
+
+
+def test_imageio(image: Callable[..., Path], imgsum: Imgsum) -> None:
+    result, peak = imgsum.peak_memory("checksum", "--construction=imageio", image(LETTERS))
+    assert result.text.split()[0] == reference.imageio(reference.chunks(LETTERS))
     assert peak <= LIMIT
 
 
 def test_a_hole_of_8_tib(sparse: Path, imgsum: Imgsum) -> None:
     os.truncate(sparse, 8 * TIB)
-    result, peak = imgsum.peak_memory("checksum", "-q", "-a", "sha1", sparse)
-    zero = reference.HASHES["sha1"](bytes(65536)).digest()
-    outer = reference.HASHES["sha1"]()
-    for _ in range(8 * TIB // GIB):
-        outer.update(zero * (GIB // 65536))
+    result, peak = imgsum.peak_memory("checksum", "-a", "xxh64", sparse)
+    blocks, new = 8 * TIB // 65536, reference.HASHES["xxh64"]
+    outer = new()
+    for _ in range(blocks // MIB):
+        outer.update(new(bytes(65536)).digest() * MIB)
     outer.update((8 * TIB).to_bytes(8, "little"))
     assert result.text.split()[0] == outer.hexdigest()
     assert peak <= LIMIT
