@@ -47,7 +47,6 @@ def run(argv: list[str]) -> int:
         arguments = options.parse(argv)
         return _RUN[arguments.command](arguments)
     except SystemExit as end:  # argparse has printed the help or the version
-        sys.stdout.flush()
         return end.code if isinstance(end.code, int) else TROUBLE
     except BrokenPipeError:
         raise

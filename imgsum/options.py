@@ -54,6 +54,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(f"{message} (try '{self.prog} --help')")
 
+    def _print_message(self, message: str, file: object = None) -> None:
+        """Help and the version: written as results are, so that a full disk is an error for them too."""
+        from imgsum import report
+
+        report.write(message, end="")
+
 
 def parse(argv: Sequence[str]) -> Arguments:
     """The arguments ARGV, without the program's name. Raises UsageError; -h and -V print and raise SystemExit."""

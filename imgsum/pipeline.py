@@ -24,6 +24,9 @@ WORKERS = 8
 _AHEAD = 4 * WORKERS
 """Pieces between the head and the feeder. Their results are small; buffers belong to workers, not to pieces."""
 
+_LOOK_UP_EVERY = 0.3
+"""Seconds after which a wait looks whether a signal came."""
+
 _LEAVE_WITHIN = 0.3
 """Seconds that workers get to end what they are doing when a signal or an error ends everything."""
 
@@ -138,8 +141,12 @@ class Pipeline(Generic[P]):
 
 
 def _wait_for(piece: P) -> P:
-    with piece.ready:  # a signal's handler may run, and raise, meanwhile
-        return piece
+    # A signal's handler may run, and raise, meanwhile. One that comes just before acquire() blocks is seen only when
+    # that ends: with workers that are stuck in a read, and never again without a time-out, every second ^C was lost.
+    while not piece.ready.acquire(timeout=_LOOK_UP_EVERY):
+        pass
+    piece.ready.release()
+    return piece
 
 
 class _Throttle:

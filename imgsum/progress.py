@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from imgsum.errors import printable
 from imgsum.report import human_size
@@ -108,7 +109,7 @@ class Descriptor:
     """
 
     def __init__(self, write: Write, images: int | None) -> None:
-        self._write: Write | None = write
+        self._write = write
         self._images = images
         self._ended = 0
         self._begun = False
@@ -137,14 +138,16 @@ class Descriptor:
         if not self._images:
             return
         percent = int(100 * (self._ended + fraction) / self._images)
-        if percent > self._last and self._write:
+        if percent > self._last:
             self._last = percent
-            try:
-                self._write(f"{percent}/100\n")
-            except OSError:  # nobody listens any more; the checksums are still wanted
-                self._write = None
+            self._write(f"{percent}/100\n")
 
 
 def to_descriptor(fd: int) -> Write:
-    """A function that writes text to FD."""
-    return lambda text: os.write(fd, text.encode("utf-8", "backslashreplace"))
+    """A function that writes text to FD. Where nobody listens it is lost: the checksums are still wanted."""
+
+    def write(text: str) -> None:
+        with suppress(OSError):
+            os.write(fd, text.encode("utf-8", "backslashreplace"))
+
+    return write

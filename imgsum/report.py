@@ -6,13 +6,12 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from imgsum import blkhash
-from imgsum.checksums import Checksum, Stats
 from imgsum.errors import Error, printable
 from imgsum.units import GIB, KIB, MIB, format_size
 
 if TYPE_CHECKING:
     from imgsum.checking import Tally, Verdict
+    from imgsum.checksums import Checksum, Stats
     from imgsum.comparison import Pair
 
 SCHEMA = 1
@@ -55,9 +54,11 @@ def checksum_line(result: Checksum, *, tag: bool = False, zero: bool = False) ->
 
 def tag_name(result: Checksum) -> str:
     """What a tagged line calls the construction: `BLKHASH-SHA256`, `BLKHASH-BLAKE3/1M`, `IMAGEIO`."""
+    from imgsum.blkhash import BLOCK_SIZE
+
     if result.construction != "blkhash":
         return result.construction.upper()
-    size = "" if result.block_size == blkhash.BLOCK_SIZE else f"/{format_size(result.block_size)}"
+    size = "" if result.block_size == BLOCK_SIZE else f"/{format_size(result.block_size)}"
     return f"BLKHASH-{result.algorithm.upper()}{size}"
 
 

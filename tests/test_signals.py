@@ -1,0 +1,219 @@
+"""Signals, closed pipes and full disks: the process ends as it should, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import reference
+from conftest import HANG, Imgsum, Running
+from reference import TIB
+
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """An image that takes minutes to read."""
+    path = tmp_path / "endless.raw"
+    path.touch()
+    os.truncate(path, 8 * TIB)
+    return path
+
+
+def begin(imgsum: Imgsum, *args: object, **options: object) -> Running:
+    """Start `imgsum checksum ARGS`, and wait until some content is complete."""
+    reader, writer = os.pipe()
+    running = imgsum.start("checksum", f"--progress-fd={writer}", *args, pass_fds=[writer], **options)
+    os.close(writer)
+    assert os.read(reader, 100).startswith(b"0/100\n")
+    os.close(reader)
+    return running
+
+
+@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize(
+    "options", [["--no-extents"], ["--no-extents", "-T", "none"], ["--no-extents", "--json", "-p"]]
+)
+def test_a_signal_while_reading_ends_by_that_signal(
+    number: int, options: list[str], endless: Path, imgsum: Imgsum
+) -> None:
+    running = begin(imgsum, *options, endless)
+    running.signal(number)
+    stdout, stderr, status = running.finish()
+    assert status == -number
+    assert stdout == b""
+    if "-p" not in options:
+        assert stderr == b""
+    assert b"Traceback" not in stderr
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_while_waiting_for_a_stream(number: int, imgsum: Imgsum) -> None:
+    reader, writer = os.pipe()
+    running = imgsum.start("checksum", stdin=reader)
+    os.close(reader)
+    os.write(writer, b"A" * 100_000)  # more than the pipe holds: some was read
+    time.sleep(0.1)
+    running.signal(number)
+    assert running.finish() == (b"", b"", -number)
+    os.close(writer)
+
+
+def test_a_signal_while_waiting_for_a_fifos_writer(tmp_path: Path, imgsum: Imgsum) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "small").write_bytes(b"A")
+    running = imgsum.start("checksum", "-q", tmp_path / "fifo")
+    _wait_until_asleep(running)
+    running.signal(signal.SIGINT)
+    assert running.finish() == (b"", b"", -signal.SIGINT)
+
+
+def _wait_until_asleep(running: Running) -> None:
+    """Until it blocks in open() of a FIFO."""
+    for _ in range(int(HANG / 0.05)):
+        if "wait_for_partner" in Path(f"/proc/{running.process.pid}/wchan").read_text():
+            return
+        time.sleep(0.05)
+
+
+STUCK = """
+import os, time
+def stuck(*args):
+    os.write({fd}, b"0/100\\n")
+    time.sleep(1000)
+os.preadv = stuck
+import imgsum.source.probe
+imgsum.source.probe.HEAD_SIZE = 0
+"""
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_workers_that_are_stuck_in_a_read_do_not_matter(signals: list[int], endless: Path, imgsum: Imgsum) -> None:
+    """As on a dead NFS server, where no worker ever returns."""
+    reader, writer = os.pipe()
+    imgsum.command = [sys.executable, "-c", STUCK.format(fd=writer) + "import imgsum.cli\nimgsum.cli.main()"]
+    running = imgsum.start("checksum", "-f", "raw", "--no-extents", endless, pass_fds=[writer])
+    os.close(writer)
+    assert os.read(reader, 6) == b"0/100\n"
+    for number in signals:
+        running.signal(number)
+    assert running.finish() == (b"", b"", -signals[-1])
+    os.close(reader)
+
+
+def test_a_second_signal_ends_at_once(endless: Path, imgsum: Imgsum) -> None:
+    running = begin(imgsum, "--no-extents", endless)
+    running.signal(signal.SIGINT)
+    running.signal(signal.SIGINT)
+    assert running.finish() == (b"", b"", -signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_ignored_signals_stay_ignored(number: int, image: Callable[..., Path], imgsum: Imgsum) -> None:
+    """As under nohup, or in the background of a script."""
+    reader, writer = os.pipe()
+    running = imgsum.start("checksum", stdin=reader, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
+    os.close(reader)
+    os.write(writer, b"A" * 100_000)
+    time.sleep(0.1)
+    running.signal(number)
+    os.write(writer, b"A" * 100_000)
+    os.close(writer)
+    assert running.finish() == (f"{reference.blkhash(b'A' * 200_000)}  -\n".encode(), b"", 0)
+
+
+def test_stop_continue_and_window_changes_do_not_matter(imgsum: Imgsum) -> None:
+    reader, writer = os.pipe()
+    running = imgsum.start("checksum", stdin=reader)
+    os.close(reader)
+    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGWINCH, signal.SIGSTOP, signal.SIGCONT):
+        os.write(writer, b"A" * 70_000)
+        running.signal(number)
+        time.sleep(0.02)
+    os.close(writer)
+    assert running.finish() == (f"{reference.blkhash(b'A' * 350_000)}  -\n".encode(), b"", 0)
+
+
+def test_kill_leaves_nothing(endless: Path, imgsum: Imgsum) -> None:
+    running = begin(imgsum, "--no-extents", endless)
+    running.signal(signal.SIGKILL)
+    assert running.finish().status == -signal.SIGKILL
+
+
+def test_images_done_before_a_signal_are_printed(endless: Path, image: Callable[..., Path], imgsum: Imgsum) -> None:
+    small = image("100:A")
+    running = imgsum.start("checksum", "-q", "--no-extents", small, endless)
+    assert running.process.stdout is not None
+    line = running.process.stdout.readline()
+    assert line == f"{reference.blkhash(b'A' * 100)}  {small}\n".encode()
+    running.signal(signal.SIGTERM)
+    assert running.finish() == (b"", b"", -signal.SIGTERM)
+
+
+# --- a file that shrinks, for real --------------------------------------------------------------------------------
+
+
+def test_shrinking_while_it_is_read(endless: Path, imgsum: Imgsum) -> None:
+    running = begin(imgsum, "--no-extents", "--json", endless)
+    os.truncate(endless, 0)
+    stdout, stderr, status = running.finish()
+    assert status == 2
+    assert b"checksum" not in stdout
+    assert b"became shorter while it was read at offset" in stderr
+    assert stderr.count(b"\n") == 1
+
+
+# --- where the output goes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["checksum", "{image}"],
+        ["checksum", "--json", "{image}"],
+        ["algorithms"],
+        ["--version"],
+        ["--help"],
+        ["checksum", "--help"],
+    ],
+)
+def test_a_full_disk_for_the_output(args: list[str], image: Callable[..., Path], imgsum: Imgsum) -> None:
+    args = [arg.format(image=image("512:A")) for arg in args]
+    with open("/dev/full", "wb") as full:
+        _, stderr, status = imgsum(*args, stdout=full)
+    assert (stderr, status) == (b"imgsum: standard output: no space left on device\n", 2)
+
+
+@pytest.mark.parametrize("args", [["checksum", "{image}"], ["algorithms"], ["--version"], ["checksum", "--help"]])
+def test_a_closed_output(args: list[str], image: Callable[..., Path], imgsum: Imgsum) -> None:
+    args = [arg.format(image=image("512:A")) for arg in args]
+    stdout, stderr, status = imgsum(*args, stdout=None, preexec_fn=lambda: os.close(1))
+    assert (stdout, stderr, status) == (b"", b"imgsum: standard output: bad file descriptor\n", 2)
+
+
+@pytest.mark.parametrize("args", [["checksum", "{image}", "{image}"], ["algorithms"], ["--help"]])
+def test_a_reader_that_has_gone(args: list[str], image: Callable[..., Path], imgsum: Imgsum) -> None:
+    args = [arg.format(image=image("512:A")) for arg in args]
+    reader, writer = os.pipe()
+    os.close(reader)
+    _, stderr, status = imgsum(*args, stdout=writer)
+    os.close(writer)
+    assert (stderr, status) == (b"", -signal.SIGPIPE)
+
+
+def test_messages_that_can_not_be_written(tmp_path: Path, image: Callable[..., Path], imgsum: Imgsum) -> None:
+    small = image("100:A")
+    with open("/dev/full", "wb") as full:
+        stdout, _, status = imgsum("checksum", "-p", tmp_path / "missing", small, stderr=full)
+    assert (stdout, status) == (f"{reference.blkhash(b'A' * 100)}  {small}\n".encode(), 2)
+    with open("/dev/full", "wb") as full:
+        stdout, _, status = imgsum("checksum", "-p", "--stats", small, stderr=full)
+    assert (stdout, status) == (f"{reference.blkhash(b'A' * 100)}  {small}\n".encode(), 0)
+    stdout, _, status = imgsum("checksum", "-p", small, stderr=None, preexec_fn=lambda: os.close(2))
+    assert (stdout, status) == (f"{reference.blkhash(b'A' * 100)}  {small}\n".encode(), 0)
