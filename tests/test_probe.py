@@ -12,7 +12,7 @@ import reference
 from conftest import find_tool
 
 from imgsum import OpenOptions, checksum
-from imgsum.errors import Error
+from imgsum.errors import Error, MissingError
 from imgsum.source.probe import detect
 
 HEADS = [
@@ -100,11 +100,14 @@ def test_never_the_containers_bytes(magic: bytes, name: str, size: int, tmp_path
     assert (result.hexdigest, result.format) == (reference.blkhash(content), "raw")
 
 
-@pytest.mark.parametrize(("magic", "name"), [pair for pair in HEADS if pair[1] not in ("qcow2", "qcow")])
-def test_a_format_that_is_not_read_is_named(magic: bytes, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("magic", "name"), [pair for pair in HEADS if pair[1] != "qcow2"] + TAILS)
+def test_without_qemu_nbd_the_format_and_the_package_are_named(
+    magic: bytes, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "disk"
-    path.write_bytes(magic.ljust(4096, b"\0"))
-    with pytest.raises(Error, match=name):
+    path.write_bytes(bytes(4096 * ((magic, name) in TAILS)) + magic.ljust(512, b"\0"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingError, match=f"{name}.*qemu-utils"):
         checksum(path)
 
 
