@@ -1,0 +1,400 @@
+"""`imgsum checksum` as a process: exact output, messages and status."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+from conftest import Imgsum
+
+from imgsum import __version__
+from imgsum.options import COMMANDS, command_parser
+
+SUM_A = reference.blkhash(b"A" * 512)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that the command runs in."""
+    root = str(Path(__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def disk(here: Path) -> str:
+    (here / "disk.raw").write_bytes(b"A" * 512)
+    return "disk.raw"
+
+
+def usage_error(result: Any, *words: str) -> None:
+    """RESULT is one line on stderr that has these WORDS, and nothing else."""
+    assert result.stdout == b""
+    assert result.errors.startswith("imgsum: ")
+    assert result.errors.count("\n") == 1
+    for word in words:
+        assert word in result.errors
+    assert result.status == 2
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line(disk: str, imgsum: Imgsum) -> None:
+    assert imgsum("checksum", disk) == (f"{SUM_A}  disk.raw\n".encode(), b"", 0)
+
+
+def test_the_note_on_odd_sizes(here: Path, imgsum: Imgsum) -> None:
+    (here / "odd").write_bytes(b"A" * 1000)
+    line = f"{reference.blkhash(b'A' * 1000)}  odd\n".encode()
+    result = imgsum("checksum", "odd")
+    assert (result.stdout, result.status) == (line, 0)
+    assert result.errors.startswith("imgsum: odd: the size, 1000 bytes, is not a multiple of 512")
+    assert result.errors.count("\n") == 1
+    assert imgsum("checksum", "-q", "odd") == (line, b"", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "tag"),
+    [
+        ([], "BLKHASH-SHA256"),
+        (["-a", "SHA3_256"], "BLKHASH-SHA3-256"),
+        (["-a", "blake2b512"], "BLKHASH-BLAKE2B"),
+        (["-a", "xxh128"], "BLKHASH-XXH3-128"),
+        (["-b", "64k"], "BLKHASH-SHA256"),
+        (["-a", "blake3", "-b", "1m"], "BLKHASH-BLAKE3/1M"),
+        (["-b", "512"], "BLKHASH-SHA256/512"),
+        (["--construction=imageio"], "IMAGEIO"),
+    ],
+)
+def test_tags(options: list[str], tag: str, disk: str, imgsum: Imgsum) -> None:
+    plain = imgsum("checksum", *options, disk)
+    assert plain.status == 0
+    digest = plain.text.split()[0]
+    assert imgsum("checksum", "--tag", *options, disk) == (f"{tag} (disk.raw) = {digest}\n".encode(), b"", 0)
+
+
+NAMES = [
+    b"a b",
+    b"new\nline",
+    b"back\\slash",
+    b"c\rr",
+    b"\\n",
+    b"-f",
+    b"--",
+    b"caf\xc3\xa9",
+    b"\xff\xfe",
+    b"\x1b[2K",
+    b")",
+    b" x ",
+]
+
+
+def coreutils_line(digest: str, name: bytes, tag: bool = False) -> bytes:
+    """As sha256sum writes it: a backslash first when a backslash, newline or CR in the name is escaped."""
+    escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
+    mark = b"\\" if escaped != name else b""
+    value = digest.encode()
+    return mark + (b"BLKHASH-SHA256 (" + escaped + b") = " + value if tag else value + b"  " + escaped) + b"\n"
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8", "POSIX"])
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name: bytes, locale: str, here: Path, imgsum: Imgsum) -> None:
+    (here / os.fsdecode(name)).write_bytes(b"A" * 512)
+    env = {"LC_ALL": locale}
+    assert imgsum("checksum", "--", name, env=env) == (coreutils_line(SUM_A, name), b"", 0)
+    assert imgsum("checksum", "--tag", "--", name, env=env).stdout == coreutils_line(SUM_A, name, tag=True)
+    assert imgsum("checksum", "-z", "--", name, env=env).stdout == SUM_A.encode() + b"  " + name + b"\0"
+    record = json.loads(imgsum("checksum", "--json", "--", name, env=env).stdout)
+    assert record["checksum"] == SUM_A
+    assert base64.b64decode(record.get("name_b64", "")) == (name if name == b"\xff\xfe" else b"")
+    if name != b"\xff\xfe":
+        assert record["name"] == name.decode()
+
+
+def test_escapes_as_sha256sum_does(here: Path, imgsum: Imgsum, tool: Callable[[str], str]) -> None:
+    for name in NAMES:
+        (here / os.fsdecode(name)).write_bytes(b"A" * 512)
+    ours = imgsum("checksum", "--", *NAMES).stdout
+    theirs = subprocess.run([tool("sha256sum"), "--", *NAMES], capture_output=True, check=True).stdout
+    digests = re.compile(rb"[0-9a-f]{64}")
+    assert digests.sub(b"", ours) == digests.sub(b"", theirs)
+
+
+@pytest.mark.parametrize("options", [[], ["--tag"], ["-a", "blake3", "--tag", "-b", "1m"]])
+def test_what_checksum_prints_check_takes(options: list[str], here: Path, imgsum: Imgsum) -> None:
+    for name in NAMES:
+        (here / os.fsdecode(name)).write_bytes(b"A" * 512)
+    (here / "SUMS").write_bytes(imgsum("checksum", *options, "--", *NAMES, env={"LC_ALL": "C"}).stdout)
+    result = imgsum("check", "SUMS", env={"LC_ALL": "C"})
+    assert (result.stderr, result.status) == (b"", 0)
+    assert result.stdout.count(b": OK\n") == len(NAMES)
+
+
+def test_images_in_the_order_given(here: Path, imgsum: Imgsum) -> None:
+    names = [f"{i}" for i in (5, 3, 9, 1, 1, 7)]
+    for name in names:
+        (here / name).write_bytes(name.encode() * 512)
+    expected = "".join(f"{reference.blkhash(name.encode() * 512)}  {name}\n" for name in names)
+    assert imgsum("checksum", *names) == (expected.encode(), b"", 0)
+
+
+def test_one_that_fails_and_the_rest_go_on(disk: str, here: Path, imgsum: Imgsum) -> None:
+    (here / "dir").mkdir()
+    result = imgsum("checksum", "missing", disk, "dir", "/dev/null", disk)
+    assert result.text == f"{SUM_A}  disk.raw\n" * 2
+    assert result.errors.splitlines() == [
+        "imgsum: missing: no such file or directory",
+        "imgsum: dir: is a directory",
+        "imgsum: /dev/null: is a character device",
+    ]
+    assert result.status == 2
+
+
+def test_names_are_quoted_in_messages(here: Path, imgsum: Imgsum) -> None:
+    result = imgsum("checksum", b"a\x1b[2K\xffb\nc", env={"LC_ALL": "C"})
+    assert (result.errors, result.status) == ("imgsum: a\\x1b[2K\\xffb\\nc: no such file or directory\n", 2)
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def test_json(disk: str, imgsum: Imgsum) -> None:
+    result = imgsum("checksum", "--json", "-b", "4k", "-a", "sha1", disk, "missing")
+    good, bad = map(json.loads, result.stdout.splitlines())
+    assert good == {
+        "schema": 1,
+        "name": "disk.raw",
+        "checksum": reference.blkhash(b"A" * 512, "sha1", 4096),
+        "algorithm": "sha1",
+        "block_size": 4096,
+        "size": 512,
+        "format": "raw",
+    }
+    assert bad == {"schema": 1, "name": "missing", "error": "no such file or directory"}
+    assert result.errors == "imgsum: missing: no such file or directory\n"
+    assert result.status == 2
+
+
+def test_json_names_the_image_also_where_another_file_is_at_fault(
+    here: Path, imgsum: Imgsum, tool: Callable[[str], str]
+) -> None:
+    for args in (["base.qcow2", "1M"], ["-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]):
+        subprocess.run([tool("qemu-img"), "create", "-q", "-f", "qcow2", *args], check=True)
+    (here / "base.qcow2").unlink()
+    result = imgsum("checksum", "--json", "top.qcow2")
+    record = json.loads(result.stdout)
+    assert record["name"] == "top.qcow2"
+    assert "base.qcow2" in record["error"]
+    assert "checksum" not in record
+    assert "base.qcow2" in result.errors
+    assert result.status == 2
+
+
+def test_json_stats(here: Path, imgsum: Imgsum) -> None:
+    reference.write("64k:A 1m:- 64k:B", here / "disk")
+    stats = json.loads(imgsum("checksum", "--json", "--stats", "-T", "none", "disk").stdout)["stats"]
+    assert stats["bytes_read"] + stats["zero_bytes"] == (1 << 20) + (128 << 10)
+    assert stats["extents"] >= 1
+    assert stats["requests"] >= 1
+    assert stats["seconds"] > 0
+    assert stats["cache"] in ("none", "writeback")
+
+
+def test_stats_for_people(here: Path, imgsum: Imgsum) -> None:
+    reference.write("64k:A", here / "disk")
+    result = imgsum("checksum", "--stats", "disk")
+    assert result.text == f"{reference.blkhash(b'A' * 65536)}  disk\n"
+    assert result.errors.startswith("imgsum: disk: read 64.0 KiB in 1 requests, skipped 0 B of zeros, ")
+    assert result.errors.count("\n") == 1
+
+
+def test_usage_errors_with_json_print_nothing_that_is_not_json(imgsum: Imgsum) -> None:
+    usage_error(imgsum("checksum", "--json", "--nonsense"))
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args", [["-q", "--", "disk.raw"], ["disk.raw", "-q"], ["-q", "disk.raw", "--tag", "disk.raw"]]
+)
+def test_options_and_names_mix(args: list[str], disk: str, imgsum: Imgsum) -> None:
+    result = imgsum("checksum", *args)
+    line = "BLKHASH-SHA256 (disk.raw) = {}\n" if "--tag" in args else "{}  disk.raw\n"
+    assert result == (line.format(SUM_A).encode() * args.count("disk.raw"), b"", 0)
+
+
+def test_clusters_and_equals_signs(disk: str, imgsum: Imgsum) -> None:
+    digest = reference.blkhash(b"A" * 512, "sha1", 4096)
+    for args in (
+        ["-qzasha1", "-b4k"],
+        ["-z", "-q", "--algorithm=sha1", "--block-size=4k"],
+        ["-qz", "-a", "sha1", "-b", "4K"],
+    ):
+        assert imgsum("checksum", *args, disk) == (f"{digest}  disk.raw\0".encode(), b"", 0)
+
+
+def test_after_two_dashes_everything_is_a_name(here: Path, imgsum: Imgsum) -> None:
+    for name in ("-f", "--json", "--"):
+        (here / name).write_bytes(b"A" * 512)
+    assert imgsum("checksum", "--", "-f", "--json", "--").text == "".join(
+        f"{SUM_A}  {name}\n" for name in ("-f", "--json", "--")
+    )
+
+
+def _options() -> list[tuple[str, str, bool]]:
+    return [
+        (command, option, action.nargs != 0)
+        for command in COMMANDS
+        for action in command_parser(command)._actions
+        for option in action.option_strings
+    ]
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, o) for c, o, takes_value in _options() if takes_value])
+def test_an_option_last_without_its_value(command: str, option: str, disk: str, imgsum: Imgsum) -> None:
+    usage_error(imgsum(command, disk, option), option, "expected one argument")
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, o) for c, o, v in _options() if not v and o.startswith("--")])
+def test_an_option_with_a_value_too_many(command: str, option: str, disk: str, imgsum: Imgsum) -> None:
+    usage_error(imgsum(command, f"{option}=x", disk), option)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["nonsense"],
+        ["--nonsense"],
+        ["checksum", "--nonsense", "disk.raw"],
+        ["checksum", "-x", "disk.raw"],
+        ["checksum", "--algo=sha1", "disk.raw"],  # no abbreviations: they break when options are added
+        ["checksum", "-a", "nonsense", "disk.raw"],
+        ["checksum", "-a", "", "disk.raw"],
+        ["checksum", "-b", "0", "disk.raw"],
+        ["checksum", "-b", "1000", "disk.raw"],
+        ["checksum", "-b", "64m", "disk.raw"],
+        ["checksum", "-b", "-64k", "disk.raw"],
+        ["checksum", "--construction", "nonsense", "disk.raw"],
+        ["checksum", "--construction", "imageio", "-a", "sha256", "disk.raw"],
+        ["checksum", "-f", "nonsense", "disk.raw"],
+        ["checksum", "-f", "", "disk.raw"],
+        ["checksum", "-f", "RAW", "disk.raw"],
+        ["checksum", "-T", "writethrough", "disk.raw"],
+        ["checksum", "--request-size", "2k", "disk.raw"],
+        ["checksum", "--request-size", "64m", "disk.raw"],
+        ["checksum", "--request-size", "5k", "disk.raw"],
+        ["checksum", "--queue-size", "x", "disk.raw"],
+        ["checksum", "--offset", "-1", "disk.raw"],
+        ["checksum", "--offset=-1", "disk.raw"],
+        ["checksum", "--offset=1.5", "disk.raw"],
+        ["checksum", "--length=9223372036854775808", "disk.raw"],
+        ["checksum", "--progress-fd=99", "disk.raw"],
+        ["checksum", "--progress-fd=-1", "disk.raw"],
+        ["checksum", "--progress-fd=99999999999999999999", "disk.raw"],
+        ["checksum", "--progress-fd=x", "disk.raw"],
+        ["checksum", "--untrusted", "disk.raw"],
+        ["checksum", "--max-size=x", "disk.raw"],
+        ["checksum", "["],
+        ["checksum", "[", "]"],
+        ["algorithms", "disk.raw"],
+    ],
+)
+def test_usage_errors(args: list[str], disk: str, imgsum: Imgsum) -> None:
+    usage_error(imgsum(*args))
+
+
+def test_control_characters_of_arguments_do_not_reach_the_terminal(imgsum: Imgsum) -> None:
+    for args in (["\x1b[2K"], ["checksum", "--\x1b[2K"], ["checksum", "-f", "\x1b[2K"], ["checksum", "-a", "\x1b[2K"]):
+        result = imgsum(*args)
+        usage_error(result)
+        assert "\x1b" not in result.errors
+    usage_error(imgsum("checksum", b"--\xff\xfe", env={"LC_ALL": "C"}))
+
+
+@pytest.mark.parametrize("args", [["--version"], ["-V"], ["checksum", "--version"], ["check", "-V"]])
+def test_version(args: list[str], imgsum: Imgsum) -> None:
+    assert imgsum(*args) == (f"imgsum {__version__}\n".encode(), b"", 0)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], *[[command, "--help"] for command in COMMANDS]])
+def test_help(args: list[str], imgsum: Imgsum) -> None:
+    result = imgsum(*args)
+    assert result.text.startswith("usage: imgsum")
+    assert (result.stderr, result.status) == (b"", 0)
+
+
+def test_algorithms(imgsum: Imgsum) -> None:
+    result = imgsum("algorithms")
+    assert (result.stderr, result.status) == (b"", 0)
+    names = [line.split()[0] for line in result.text.splitlines()]
+    records = [json.loads(line) for line in imgsum("algorithms", "--json").stdout.splitlines()]
+    assert [record["algorithm"] for record in records] == names
+    for line, record in zip(result.text.splitlines(), records, strict=True):
+        assert ("not cryptographic" in line) == (not record["cryptographic"]) == record["algorithm"].startswith("xxh")
+        assert f"{record['bits']} bits" in line
+
+
+# --- what else the options do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 512])
+def test_max_size_that_is_too_small(size: int, disk: str, imgsum: Imgsum) -> None:
+    for more in ([], ["--untrusted", "-f", "raw"]):
+        result = imgsum("checksum", f"--max-size={size}", *more, disk)
+        if size < 512:
+            usage_error(result, "disk.raw", "512")
+        else:
+            assert result == (f"{SUM_A}  disk.raw\n".encode(), b"", 0)
+
+
+def test_max_size_of_a_stream(imgsum: Imgsum) -> None:
+    content = b"A" * 100_000
+    usage_error(imgsum("checksum", "--max-size=99999", stdin=content), "-: ")
+    assert imgsum("checksum", "--max-size=100000", stdin=content).status == 0
+
+
+def test_untrusted_raw(disk: str, imgsum: Imgsum) -> None:
+    assert imgsum("checksum", "--untrusted", "-f", "raw", disk).text == f"{SUM_A}  disk.raw\n"
+
+
+def test_debug_shows_where(here: Path, imgsum: Imgsum) -> None:
+    result = imgsum("checksum", "missing", env={"IMGSUM_DEBUG": "1"})
+    assert "Traceback" in result.errors
+    assert result.errors.endswith("imgsum: missing: no such file or directory\n")
+    assert result.status == 2
+
+
+def test_a_bug_of_ours_is_one_line_too(disk: str, imgsum: Imgsum) -> None:
+    imgsum.command = [
+        *imgsum.command[:1],
+        "-c",
+        "import imgsum.checksums, imgsum.cli\nimgsum.checksums.BlkHash = None\nimgsum.cli.main()",
+    ]
+    usage_error(imgsum("checksum", disk), "internal error", "TypeError", "IMGSUM_DEBUG=1")
+
+
+def test_too_few_descriptors(here: Path, imgsum: Imgsum) -> None:
+    import resource
+
+    names = [f"{i}" for i in range(100)]
+    for name in names:
+        (here / name).write_bytes(b"A" * 512)
+    result = imgsum("checksum", *names, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)))
+    good, bad = result.text.splitlines(), result.errors.splitlines()
+    assert len(good) + len(bad) == 100
+    assert all(line.startswith(SUM_A) for line in good)
+    assert all(line.endswith("too many open files") for line in bad)
+    assert result.status == (2 if bad else 0)
