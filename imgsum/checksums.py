@@ -278,6 +278,7 @@ class _Job:
         facts = opened.facts() if opened is not None else {}
         self.close()
         if isinstance(self.error, Error):
+            self.error.image = self.name
             return self.error.about(self.name)
         if self.error is not None:
             raise self.error

@@ -23,6 +23,7 @@ class Error(Exception):
 
     reason: what is wrong, in lower case, without the name.
     name: the image it is about, as the user gave it; filled in by whoever knows it.
+    image: the image that was asked for, also where `name` is a file that it refers to.
     offset: where in the image's content or file, in bytes, or None.
     """
 
@@ -33,6 +34,7 @@ class Error(Exception):
         self.reason = reason
         self.name = name
         self.offset = offset
+        self.image: str | None = None
 
     def about(self, name: str) -> Error:
         """The same error, about NAME unless it already says what it is about."""

@@ -120,24 +120,24 @@ class Descriptor:
         """See Watcher."""
         self._size = size
         self._begun = True
-        self._percent(0.0)
+        self._percent(0, 1)
 
     def advance(self, done: int) -> None:
         """See Watcher."""
         if self._size:
-            self._percent(done / self._size)
+            self._percent(done, self._size)
 
     def end(self) -> None:
         """See Watcher."""
         if self._begun:
-            self._percent(1.0)
+            self._percent(1, 1)
             self._ended += 1
         self._begun = False
 
-    def _percent(self, fraction: float) -> None:
+    def _percent(self, done: int, size: int) -> None:
         if not self._images:
             return
-        percent = int(100 * (self._ended + fraction) / self._images)
+        percent = 100 * (self._ended * size + done) // (self._images * size)  # 100 only when it is all
         if percent > self._last:
             self._last = percent
             self._write(f"{percent}/100\n")

@@ -86,8 +86,10 @@ def checksum_json(result: Checksum, stats: bool = False) -> str:
 
 
 def error_json(error: Error) -> str:
-    """A failure as one JSON object: it has `error`, and no `checksum`."""
-    record: dict[str, object] = {"schema": SCHEMA, **name_record(error.name or ""), "error": error.message()}
+    """A failure as one JSON object: it has `error`, and no `checksum`. The name is the image's, as it was given."""
+    name = error.image or error.name or ""
+    text = str(error).removeprefix(f"{printable(name)}: ")
+    record: dict[str, object] = {"schema": SCHEMA, **name_record(name), "error": text}
     if error.offset is not None:
         record["offset"] = error.offset
     return to_json(record)
