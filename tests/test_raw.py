@@ -435,6 +435,21 @@ def test_a_hole_that_is_filled_after_it_was_mapped(old: Path, preadv: Any) -> No
         checksum(old, options=OpenOptions(format="raw"))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("size", [0, 100, 64 * KIB, SIZE - 1])
+def test_a_file_with_more_content_than_its_size(
+    size: int, direct: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Virtual file systems say 0; those of a network may not have heard of the latest."""
+
+    def lseek(fd: int, offset: int, whence: int) -> int:
+        return size if whence == os.SEEK_END else real_lseek(fd, offset, whence)
+
+    monkeypatch.setattr(os, "lseek", lseek)
+    with pytest.raises(ChangedError, match=f"more content than its size says, {size} bytes"):
+        checksum(disk, options=OpenOptions(direct=direct))
+
+
 # --- what is not a file -------------------------------------------------------------------------------------------
 
 

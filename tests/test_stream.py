@@ -61,6 +61,21 @@ def test_a_slow_writer() -> None:
     assert piped(slowly()) == EXPECTED
 
 
+def test_a_pipe_that_does_not_block() -> None:
+    """As node, ssh and others leave behind for whoever shares their standard input."""
+    reader, to_write = os.pipe()
+    os.set_blocking(reader, False)
+
+    def slowly() -> Iterator[bytes]:
+        for chunk in short_writes(reference.content(SPEC), 100_000):
+            time.sleep(0.002)
+            yield chunk
+
+    with writer(slowly(), to_write):
+        assert checksum(f"/dev/fd/{reader}").hexdigest == EXPECTED
+    os.close(reader)
+
+
 @pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, MIB - 1, MIB, MIB + 1, 9 * MIB])
 def test_sizes(size: int) -> None:
     content = reference.content(f"{size}:R")

@@ -86,12 +86,15 @@ class HostFile:
         try:
             status = os.fstat(self.fd)
             size = os.lseek(self.fd, 0, os.SEEK_END)
+            more = 0 if self.is_block_device else self._read_some(self.size, memoryview(bytearray(1)))
         except OSError as error:
             raise ReadError(os_error_reason(error), name=self.name) from error
         if size != self.size:
             raise ChangedError(f"the file changed from {self.size} to {size} bytes while it was read", name=self.name)
         if not self.is_block_device and status.st_mtime_ns != self._mtime_ns:
             raise ChangedError("the file was modified while it was read", name=self.name)
+        if more:  # of size 0 in some virtual file systems, or grown behind the back of a network's
+            raise ChangedError(f"the file has more content than its size says, {size} bytes", name=self.name)
         self.check_not_in_use()
 
     def check_not_in_use(self) -> None:
@@ -178,7 +181,7 @@ class Holes:
         """
         at, end = start, start + length
         while at < end:
-            if not self._ask or self._data[0] <= at and end <= self._data[1]:
+            if not self._ask or (self._data[0] <= at and end <= self._data[1]):
                 yield Extent(at, end - at, False)
                 return
             data, hole = self._next_data(at, end)

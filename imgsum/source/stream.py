@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import stat
 
 from imgsum.errors import ChangedError, OpenError, ReadError, RefusedError, os_error_reason
@@ -83,6 +84,9 @@ class Stream:
         while done < len(buffer):
             try:
                 count = os.readv(self.fd, [buffer[done:]])
+            except BlockingIOError:  # a pipe or terminal that somebody who shares it made non-blocking
+                select.select([self.fd], [], [])
+                continue
             except OSError as error:
                 raise ReadError(os_error_reason(error), name=self.name, offset=self.position + done) from error
             if count == 0:
