@@ -59,7 +59,6 @@ def run_cases(cases: list[Case], images: Images, most: int, keep: bool) -> list[
     needs = [set(closure(case.images)) for case in cases]
     try:
         for index, case in enumerate(cases):
-            images.make(case.images)
             records.append(run_case(case, images, most, answers))
             if not keep:
                 images.remove(needs[index].difference(*needs[index + 1 :]))
@@ -79,6 +78,7 @@ def run_case(case: Case, images: Images, most: int, answers: Answers) -> report.
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="imgsum-bench-"))
         try:
+            images.make(case.images)
             commands = case.commands(Setup(images, stack, Path(scratch)))
             outcome = time_rounds(case.name, commands, runs, answers)
         except FailedError as error:

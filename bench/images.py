@@ -17,6 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.run import FailedError
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZE = 6 * GIB
 BLOCK = 64 * KIB
@@ -74,12 +76,15 @@ class Images:
     def make(self, names: Iterable[str]) -> None:
         """Make those of NAMES, and what they need, that aren't there yet.
 
-        In another process, as the most that this one ever had resident shows in what is measured: see run.py.
+        In another process, as the most that this one ever had resident shows in what is measured: see run.py. Raises
+        FailedError.
         """
         missing = [name for name in closure(names) if not self.path(name).exists()]
         if missing:
             argv = [sys.executable, "-m", "bench.images", str(self.directory.absolute()), str(self.size), *missing]
-            subprocess.run(argv, cwd=Path(__file__).parents[1], check=True)
+            made = subprocess.run(argv, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True, check=False)
+            if made.returncode:
+                raise FailedError(f"no {' '.join(missing)}: {made.stderr.strip().splitlines()[-1]}")
             os.sync()  # nothing is written behind the measurements
 
     def make_one(self, name: str) -> None:
@@ -191,7 +196,8 @@ def _hole(size: int) -> Callable[[Images, Path], None]:
 
 
 def _copy(images: Images, path: Path) -> None:
-    _run("cp", "--sparse=always", images.path("half.raw"), path)
+    half = images.path("half.raw")
+    _copy_runs(half, path, data_runs(half))
 
 
 def _extents(images: Images, path: Path) -> None:
@@ -236,11 +242,7 @@ def _chain(images: Images, path: Path) -> None:
     part = images.path("part.raw")
     layer = path / "layer.raw"
     for index in range(LAYERS):
-        with part.open("rb") as source, layer.open("wb") as target:
-            target.truncate(part.stat().st_size)
-            for number, (start, length) in enumerate(data_runs(part)):
-                if number % LAYERS == index:
-                    _copy_range(source.fileno(), target.fileno(), start, length)
+        _copy_runs(part, layer, list(data_runs(part))[index::LAYERS])
         _convert(layer, path / f"{index}.qcow2")
         layer.unlink()
         if index:
@@ -290,14 +292,21 @@ def _convert(source: Path, target: Path, *options: str) -> None:
     _run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", "-t", "unsafe", *options, source, target)
 
 
-def _copy_range(source: int, target: int, start: int, length: int) -> None:
-    end = start + length
-    while start < end:
-        start += os.copy_file_range(source, target, end - start, start, start)
+def _copy_runs(source: Path, target: Path, runs: Iterable[tuple[int, int]]) -> None:
+    """A raw image of the size of SOURCE, with those RUNS of its data."""
+    with source.open("rb") as read, target.open("wb") as write:
+        write.truncate(source.stat().st_size)
+        for start, length in runs:
+            at, end = start, start + length
+            while at < end:
+                at += os.copy_file_range(read.fileno(), write.fileno(), end - at, at, at)
 
 
 def _run(*argv: str | Path, text: str = "") -> None:
-    subprocess.run(list(map(str, argv)), input=text, text=True, check=True, stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(list(map(str, argv)), input=text, text=True, check=True, stdout=subprocess.DEVNULL)
+    except FileNotFoundError:
+        sys.exit(f"{argv[0]} is not installed")
 
 
 def _remove(path: Path) -> None:

@@ -106,6 +106,18 @@ def test_measures_rounds_and_bars_and_writes_a_report(bench: Bench, tool: Tool) 
     assert not any(bench.images.iterdir()), "images are left without --keep"
 
 
+def test_the_same_content_has_one_answer_over_nbd_and_as_qcow2(bench: Bench, tool: Tool) -> None:
+    need(importlib.util.find_spec("nbd"), "python3-libnbd is not installed")
+    for name in ("qemu-img", "qemu-io", "qemu-nbd", "nbdkit", "nbdcopy"):
+        bench.add(name, tool(name))
+    cases = bench("raw-half-cached", "nbd-raw", "nbd-nbdkit", "qcow2-half", "connections-nbd", "compare-*", "check-one")
+    for case in cases.values():
+        assert [problem for problem in case["problems"] if "not installed" not in problem] == []
+    assert {"imgsum", "nbdcopy", "work limit", "before"} <= cases["nbd-raw"]["runs"].keys()
+    assert "4 connections" in cases["connections-nbd"]["runs"]
+    assert cases["compare-different"]["runs"].keys() == {"imgsum", "qemu-img compare"}
+
+
 def test_a_plot_is_drawn_where_matplotlib_is_installed(bench: Bench) -> None:
     pytest.importorskip("matplotlib")
     bench("raw-zeros-cached", "workers-xxh3")
@@ -118,6 +130,12 @@ def test_a_peer_that_is_not_installed_is_said_and_is_no_failure(bench: Bench) ->
     assert limit["met"] is not None
     assert (blksum["measured"], blksum["met"], blksum["why"]) == (None, None, "blksum is not installed")
     assert "not measured: blksum is not installed" in (bench.results / "bench.md").read_text()
+
+
+def test_an_image_that_cannot_be_made_for_want_of_a_tool_leaves_the_other_cases(bench: Bench) -> None:
+    cases = bench("raw-empty", "qcow2-half")
+    assert cases["raw-empty"]["runs"]["imgsum"]
+    assert cases["qcow2-half"]["problems"] == ["imgsum: no half.raw half.qcow2: qemu-img is not installed"]
 
 
 def test_a_wrong_answer_fails_the_bench_and_meets_no_bar(bench: Bench) -> None:
