@@ -87,9 +87,5 @@ def qcow2_2m(s: Setup) -> Commands:
 def qcow2_preallocated_1t(s: Setup) -> Commands:
     """1 TiB qcow2 with preallocated metadata, no data."""
     image = s.path("preallocated-1t.qcow2")
-    size = s.images.scaled(1 << 40)
-    return {
-        "imgsum": checksum("1 TiB", image),
-        "blksum -c": blksum("1 TiB", image, "-c"),
-        "qemu-img convert to null": to_null(image, "qcow2", size),
-    }
+    # No qemu-img convert: it reads the 1 TiB, and takes minutes.
+    return {"imgsum": checksum("1 TiB", image), "blksum -c": blksum("1 TiB", image, "-c")}
