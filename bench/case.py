@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 _SCRIPT = Path(sys.executable).with_name("imgsum")
 IMGSUM = [str(_SCRIPT)] if _SCRIPT.exists() else [sys.executable, "-m", "imgsum"]
 PYTHON = Command([sys.executable, "-c", "pass"])
+VERSION = Command([*IMGSUM, "--version"])
 
 
 class Setup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.bars import at_most
-from bench.case import PYTHON, Commands, Setup, before, blksum, case, checksum, size_name, with_request_size
+from bench.case import PYTHON, VERSION, Commands, Setup, before, blksum, case, checksum, size_name, with_request_size
 from bench.images import MIB
 from bench.limits import outer_hash, work_limit
 from bench.run import Command
@@ -61,6 +61,7 @@ def nbd_empty(s: Setup) -> Commands:
         "imgsum": checksum("empty", uri),
         "nbdcopy": nbdcopy(uri),
         "python3 -c pass": PYTHON,
+        "imgsum --version": VERSION,
         "imgsum --no-extents": checksum("empty", uri, "--no-extents"),
     }
 

@@ -51,7 +51,7 @@ def qcow2_zstd(s: Setup) -> Commands:
     return {"imgsum": checksum("text", image), **qcow2_peers(s, "text", image)}
 
 
-@case("part.raw", "part-fragmented.qcow2")
+@case("part.raw", "part-fragmented.qcow2", runs=3)
 def qcow2_fragmented(s: Setup) -> Commands:
     """2 GiB qcow2, half of it data, each cluster somewhere else."""
     image = s.path("part-fragmented.qcow2")
@@ -69,14 +69,14 @@ def qcow2_chain(s: Setup) -> Commands:
     }
 
 
-@case("part.raw", "part-4k.qcow2")
+@case("part.raw", "part-4k.qcow2", runs=3)
 def qcow2_4k(s: Setup) -> Commands:
     """2 GiB qcow2, half of it data, clusters of 4 KiB."""
     image = s.path("part-4k.qcow2")
     return {"imgsum": checksum("part", image), **qcow2_peers(s, "part", image)}
 
 
-@case("part.raw", "part-2m.qcow2")
+@case("part.raw", "part-2m.qcow2", runs=3)
 def qcow2_2m(s: Setup) -> Commands:
     """2 GiB qcow2, half of it data, clusters of 2 MiB."""
     image = s.path("part-2m.qcow2")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from bench.bars import at_most
-from bench.case import HERE, IMGSUM, PYTHON, Commands, Setup, before, blksum, case, checksum, with_request_size
+from bench.case import HERE, PYTHON, VERSION, Commands, Setup, before, blksum, case, checksum, with_request_size
 from bench.limits import outer_hash, work_limit
 from bench.run import Command
 
@@ -30,7 +30,7 @@ def dd_direct(image: Path) -> Command:
 @case(bars=(at_most(3, "python3 -c pass"),))
 def start_up(_: Setup) -> Commands:
     """Start-up: imgsum --version."""
-    return {"imgsum": Command([*IMGSUM, "--version"]), "python3 -c pass": PYTHON}
+    return {"imgsum": VERSION, "python3 -c pass": PYTHON}
 
 
 @case("half.raw", bars=(at_most(1.15, "work limit"), at_most(0.5, "blksum -c")))
@@ -117,7 +117,7 @@ def raw_hole_8t(s: Setup) -> Commands:
     return {"imgsum": checksum("8 TiB", image), "outer hash": outer_hash(image.stat().st_size)}
 
 
-@case("extents.raw")
+@case("extents.raw", runs=3)
 def raw_extents(s: Setup) -> Commands:
     """100,000 extents of 4 KiB, raw, in the page cache."""
     image = s.path("extents.raw")

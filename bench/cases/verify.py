@@ -16,7 +16,7 @@ def compare(one: Path, other: Path, differ_at: int | None = None) -> Command:
     return comparison([*IMGSUM, "compare", str(one), str(other)], differ_at)
 
 
-@case("half.raw", "half-copy.raw")
+@case("half.raw", "half-copy.raw", runs=3)
 def compare_raw_raw(s: Setup) -> Commands:
     """Two raw images of 6 GiB, half of it data, identical."""
     one, other = s.path("half.raw"), s.path("half-copy.raw")
@@ -34,14 +34,14 @@ def compare_raw_qcow2(s: Setup) -> Commands:
     return {"imgsum": compare(one, other), "qemu-img compare": qemu_compare(one, other)}
 
 
-@case("part.qcow2", "part-2m.qcow2")
+@case("part.qcow2", "part-2m.qcow2", runs=3)
 def compare_qcow2_qcow2(s: Setup) -> Commands:
     """Two qcow2 images of 2 GiB, half of it data, clusters of 64 KiB and 2 MiB, identical."""
     one, other = s.path("part.qcow2"), s.path("part-2m.qcow2")
     return {"imgsum": compare(one, other), "qemu-img compare": qemu_compare(one, other)}
 
 
-@case("half.raw", "half-changed.qcow2")
+@case("half.raw", "half-changed.qcow2", runs=3)
 def compare_different(s: Setup) -> Commands:
     """Raw and qcow2 of 6 GiB, half of it data, different at the end."""
     one, other = s.path("half.raw"), s.path("half-changed.qcow2")
