@@ -119,9 +119,13 @@ def test_the_same_content_has_one_answer_over_nbd_and_as_qcow2(bench: Bench, too
 
 
 def test_a_plot_is_drawn_where_matplotlib_is_installed(bench: Bench) -> None:
-    pytest.importorskip("matplotlib")
     bench("raw-zeros-cached", "workers-xxh3")
-    assert (bench.results / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert (bench.results / "bench.md").exists()
+    plot = bench.results / "bench.png"
+    if importlib.util.find_spec("matplotlib"):
+        assert plot.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert not plot.exists()
 
 
 def test_a_peer_that_is_not_installed_is_said_and_is_no_failure(bench: Bench) -> None:
