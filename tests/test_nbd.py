@@ -393,6 +393,16 @@ def test_tls_over_a_unix_socket_with_psk(servers: Servers, image: Image, tmp_pat
     server = servers.nbdkit("--tls=require", f"--tls-psk={keys}", "file", image(SPEC))
     uri = server.uri.replace("nbd+unix:///", "nbds+unix://alice@/")
     assert export(f"{uri}&tls-psk-file={keys}") == expected(SPEC)
+    words = [
+        "--filter=multi-conn",
+        "--tls=require",
+        f"--tls-psk={keys}",
+        "file",
+        image(SPEC),
+        "multi-conn-mode=disable",
+    ]
+    shared = servers.nbdkit(*words).uri.replace("nbd+unix:///", "nbds+unix://alice@/")
+    assert export(f"{shared}&tls-psk-file={keys}", request_size=64 * KIB) == expected(SPEC)
     wrong = tmp_path / "wrong.psk"
     run(find_tool("psktool"), "-u", "alice", "-p", str(wrong))
     with pytest.raises(OpenError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
 import shutil
 import signal
 import struct
@@ -21,6 +24,7 @@ from reference import KIB, MIB
 from imgsum import OpenOptions, checksum
 from imgsum.errors import ChangedError, Error, MissingError, OpenError, RefusedError, TruncatedError
 from imgsum.source import open_source
+from imgsum.source.prescreen import inspect
 
 if TYPE_CHECKING:
     from conftest import Imgsum, Running
@@ -103,6 +107,15 @@ def test_a_name_is_a_name(convert: Convert, tmp_path: Path, imgsum: Imgsum, name
         assert "not UTF-8" in result.errors
     else:
         assert (result.stdout, result.status) == (os.fsencode(f"{EXPECTED}  {name}\n"), 0)
+
+
+def test_direct_where_that_is_not_possible(convert: Convert, mounted: Callable[[str], Path]) -> None:
+    """A ramfs has no O_DIRECT."""
+    disk = mounted("ramfs") / "disk"
+    shutil.copy(convert("vmdk"), disk)
+    got = checksum(disk, options=OpenOptions(direct=True))
+    assert got.hexdigest == EXPECTED
+    assert "cache_note" in got.stats.facts
 
 
 def test_formats_on_a_block_device(convert: Convert, loop_device: Callable[..., str]) -> None:
@@ -246,6 +259,24 @@ def test_whole_images_are_not_taken_for_truncated(convert: Convert, kind: str, s
     size = reference.size(spec)
     zeros = bytes(got.size - size)  # some formats have no such size
     assert got.hexdigest == reference.blkhash(reference.content(spec) + zeros)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_damaged_headers_and_tables(convert: Convert, kind: str) -> None:
+    """Looking at an image ends, and in nothing but an Error."""
+    whole = convert(kind, spec="300k:R").read_bytes()
+    random.seed(kind)
+    for _ in range(200):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 8)):
+            at = random.choice([random.randrange(min(512, len(data))), random.randrange(len(data))])
+            data[at : at + 4] = random.choice([b"\0\0\0\0", b"\xff\xff\xff\xff", random.randbytes(4), b"\x01\0\0\0"])
+        if random.random() < 0.3:
+            del data[random.randrange(len(data)) :]
+        with contextlib.suppress(Error):
+            inspect(
+                lambda offset, length, data=bytes(data): data[offset : offset + length], len(data), FORMATS[kind][0]
+            )
 
 
 def test_a_truncated_extent_of_a_vmdk(convert: Convert) -> None:

@@ -167,7 +167,7 @@ def _sparse_vmdk(read: ReadBytes, size: int) -> Links:
     if directory == _AT_END:
         # The header is repeated, completed, before the end-of-stream marker.
         footer = read(max(0, size - 1024), _SECTOR)
-        if not footer.startswith(b"KDMV"):
+        if not footer.startswith(b"KDMV") or len(footer) < _SECTOR:
             raise TruncatedError("truncated: the VMDK's footer is not where the file ends")
         capacity = min(capacity, _sparse_fields(footer)[0])
     if capacity == 0:

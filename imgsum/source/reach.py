@@ -25,8 +25,8 @@ class _Last(NamedTuple):
     """The entry with the largest offset."""
 
     entry: int
-    index: int
-    """Of the table, or of all tables of the second level laid end to end."""
+    number: int
+    """Its index in the table, or in all tables of the second level laid end to end."""
 
 
 def check_reach(read: ReadBytes, size: int, format_name: str) -> None:
@@ -46,7 +46,7 @@ def _vmdk(read: ReadBytes, size: int) -> int:
         return 0
     directory = struct.unpack_from("<Q", header, 56)[0]
     if directory == (1 << 64) - 1:  # streamOptimized: the footer has it
-        header = read(size - 1024, 512)
+        header = read(max(0, size - 1024), 512).ljust(512, b"\0")
         directory = struct.unpack_from("<Q", header, 56)[0]
     flags, capacity, grain = struct.unpack_from("<IQQ", header, 8)
     per_table = struct.unpack_from("<I", header, 44)[0]
@@ -60,7 +60,7 @@ def _vmdk(read: ReadBytes, size: int) -> int:
     if flags & 1 << 16:  # compressed: a length, and then as many bytes
         marker = read(at, 12)
         return at + 12 + (int.from_bytes(marker[8:], "little") if len(marker) == 12 else 0)
-    return at + min(grain, capacity - last.index * grain) * 512
+    return at + int(min(grain, capacity - last.number * grain)) * 512
 
 
 def _qed(read: ReadBytes, size: int) -> int:
@@ -70,10 +70,10 @@ def _qed(read: ReadBytes, size: int) -> int:
     cluster, table = struct.unpack_from("<II", header, 4)
     l1, content = struct.unpack_from("<QQ", header, 40)
     entries = table * cluster // 8
-    last = _last_of_tables(read, size, _nonzero(read, l1, min(entries, _PART), "Q"), entries, "Q")
+    last = _last_of_tables(read, size, _nonzero(read, l1, entries, "Q"), entries, "Q")
     if last is None or last.entry < cluster:  # 1: a cluster of zeros
         return 0
-    return last.entry + min(cluster, content - last.index * cluster)
+    return last.entry + int(min(cluster, content - last.number * cluster))
 
 
 def _qcow(read: ReadBytes, size: int) -> int:
@@ -104,7 +104,7 @@ def _parallels(read: ReadBytes, size: int) -> int:
     tracks, entries, sectors = struct.unpack_from("<IIQ", header, 28)
     unit = tracks if header.startswith(b"WithouFreSpacExt") else 1
     last = _last(read, 64, entries, "I")
-    return 0 if last is None else (last.entry * unit + max(0, min(tracks, sectors - last.index * tracks))) * 512
+    return 0 if last is None else (last.entry * unit + max(0, min(tracks, sectors - last.number * tracks))) * 512
 
 
 def _vhdx(read: ReadBytes, size: int) -> int:
@@ -152,7 +152,7 @@ def _last_of_tables(
     for number, offset in _tables(size, tables, entries * array(code).itemsize):
         last = _last(read, offset, entries, code)
         if last and (found is None or last.entry > found.entry):
-            found = _Last(last.entry, number * entries + last.index)
+            found = _Last(last.entry, number * entries + last.number)
     return found
 
 
