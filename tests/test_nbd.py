@@ -294,6 +294,12 @@ def test_a_host_that_is_not_known(imgsum: Imgsum) -> None:
     assert result.errors.startswith("imgsum: nbd://host.invalid/: getaddrinfo: ")
 
 
+def test_vsock() -> None:
+    """As far as that goes without a guest or a host: it is no file, and nobody answers."""
+    with pytest.raises(OpenError, match=r"connect|not ready|Address family|vsock"):
+        export("nbd+vsock://1:1/", connect_timeout=0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

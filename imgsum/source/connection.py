@@ -137,11 +137,11 @@ class Connection:
         None when it does not say: it answers with an error, or not about base:allocation. Raises ReadError when the
         connection is broken.
         """
-        answer: list[int] = []
+        answers: list[list[int]] = []
 
         def extents(context: str, at: int, entries: list[int], _error: object) -> int:
-            if context == ALLOCATION and at == offset and not answer:
-                answer.extend(entries)
+            if context == ALLOCATION and at == offset:
+                answers.append(entries)
             return 0
 
         try:
@@ -150,7 +150,7 @@ class Connection:
             return None
         except OpenError as error:
             raise ReadError(error.reason, offset=offset) from error
-        return answer or None
+        return answers[0] if answers else None
 
     def close(self) -> None:
         """Disconnect. Requests in flight fail at once, in their threads. Closing twice is harmless."""
