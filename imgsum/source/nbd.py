@@ -114,6 +114,7 @@ class NbdSource:
         most = min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS) if multi_conn else 1
         self._slots = [_Slot() for _ in range(most)]
         self._slots[0].connection = self._first
+        self._first.share()  # between questions for extents and at least one worker
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
         """See Source. A server that gives no answer once, or little by little, is not asked again: the rest is data."""
@@ -178,6 +179,8 @@ class NbdSource:
         with slot.lock:
             if slot.connection is None:
                 slot.connection = self._connect_again()
+                if len(self._slots) < MOST_CONNECTIONS and slot.connection is not self._first:
+                    slot.connection.share()
         return NbdReader(slot.connection, self._limits, self.size)
 
     def _connect_again(self) -> Connection:
