@@ -119,6 +119,22 @@ def test_the_servers_block_sizes_are_kept(
     assert all(offset % minimum == length % minimum == 0 and length <= maximum for offset, length in reads)
 
 
+@pytest.mark.parametrize(
+    ("preferred", "request_size", "largest"),
+    [
+        pytest.param(4096, MIB, 512 * KIB, id="default"),
+        pytest.param(4096, 64 * KIB, 64 * KIB, id="smaller"),
+        pytest.param(4096, 4 * MIB, 4 * MIB, id="larger"),
+        pytest.param(8 * MIB, MIB, MIB, id="the server likes more"),
+    ],
+)
+def test_request_sizes(short_path: Path, preferred: int, request_size: int, largest: int) -> None:
+    content = reference.content("5m:R")
+    with FakeNbd(short_path, content, block_sizes=(1, preferred, 32 * MIB)) as server:
+        assert export(server.uri, request_size=request_size) == expected("5m:R")
+        assert max(length for _, length in server.reads()) == largest
+
+
 # --- extents --------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +226,7 @@ def test_as_many_connections_as_asked_for(servers: Servers, image: Image, connec
 
 def test_without_multi_conn_the_requests_share_one_connection(short_path: Path) -> None:
     """All are in flight together: this server answers only when all 8 workers have asked, and the last one first."""
-    content = reference.content("8m:R")
+    content = reference.content("4m:R")
     waiting: list[tuple[int, int, int]] = []
 
     def answer(client: Client, *request: int) -> None:
@@ -220,7 +236,7 @@ def test_without_multi_conn_the_requests_share_one_connection(short_path: Path) 
                 client.data(cookie, offset, content[offset : offset + length])
 
     with FakeNbd(short_path, content, on_read=answer, multi_conn=False) as server:
-        assert export(server.uri, io_timeout=HANG) == expected("8m:R")
+        assert export(server.uri, io_timeout=HANG, request_size=512 * KIB) == expected("4m:R")
         assert server.connections == 1
 
 
@@ -276,6 +292,12 @@ def test_a_host_that_is_not_known(imgsum: Imgsum) -> None:
     result = imgsum("checksum", "nbd://host.invalid/")
     assert result.status == 2
     assert result.errors.startswith("imgsum: nbd://host.invalid/: getaddrinfo: ")
+
+
+def test_vsock() -> None:
+    """As far as that goes without a guest or a host: it is no file, and nobody answers."""
+    with pytest.raises(OpenError, match=r"connect|not ready|Address family|vsock"):
+        export("nbd+vsock://1:1/", connect_timeout=0.5)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +399,16 @@ def test_tls_over_a_unix_socket_with_psk(servers: Servers, image: Image, tmp_pat
     server = servers.nbdkit("--tls=require", f"--tls-psk={keys}", "file", image(SPEC))
     uri = server.uri.replace("nbd+unix:///", "nbds+unix://alice@/")
     assert export(f"{uri}&tls-psk-file={keys}") == expected(SPEC)
+    words = [
+        "--filter=multi-conn",
+        "--tls=require",
+        f"--tls-psk={keys}",
+        "file",
+        image(SPEC),
+        "multi-conn-mode=disable",
+    ]
+    shared = servers.nbdkit(*words).uri.replace("nbd+unix:///", "nbds+unix://alice@/")
+    assert export(f"{shared}&tls-psk-file={keys}", request_size=64 * KIB) == expected(SPEC)
     wrong = tmp_path / "wrong.psk"
     run(find_tool("psktool"), "-u", "alice", "-p", str(wrong))
     with pytest.raises(OpenError):

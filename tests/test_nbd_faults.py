@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import struct
@@ -424,4 +425,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def connected(pid: int) -> bool:
     """Whether the process PID has a connected Unix socket."""
-    return any(path.readlink().name.startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
+    found = False
+    with contextlib.suppress(OSError):  # what was there a moment ago is gone
+        found = any(path.readlink().name.startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
+    return found

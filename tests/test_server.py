@@ -143,13 +143,13 @@ def test_many_servers_one_after_the_other(image: Image, imgsum: Imgsum, no_leak:
 
 
 def serving(running: Running) -> int:
-    """The process ID of its nbdkit, once that has a client; or 0."""
+    """The process ID of its nbdkit, once workers have connected to it; or 0."""
     for line in running.descendants():
         pid, _, command = line.partition(" ")
         if "delay" in command and "/bin/sh" not in command:
             with contextlib.suppress(OSError):  # what was there a moment ago is gone
                 targets = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-                if sum(target.startswith("socket:") for target in targets) >= 2:
+                if sum(target.startswith("socket:") for target in targets) >= 4:
                     return int(pid)
     return 0
 

@@ -1,9 +1,9 @@
-"""One NBD connection that any number of threads share, with their requests in flight together.
+"""One NBD connection, for one thread or for many that have their requests in flight together.
 
 libnbd's own waiting calls hold the handle's lock while they wait, and no signal interrupts them. So nobody waits in
-libnbd here: of the threads whose requests are in flight one, the leader, waits for the socket with poll(2), and moves
-the handle's state machine, which never blocks; the others sleep until their request is done, or until the lead falls
-to them. A thread that is alone on its connection is simply always the leader.
+libnbd here: poll(2) waits for the socket, and then a call that never blocks moves the handle's state machine. A thread
+that is alone on its connection does that itself. On a shared one it is done by a thread of the connection's own, the
+pump, and the others sleep until their request is done. (Passing that duty on among them was no faster, and more code.)
 """
 
 from __future__ import annotations
@@ -28,26 +28,23 @@ _READ_ERROR = 3  # LIBNBD_READ_ERROR, a chunk's status
 class _Request:
     """One command in flight, and the thread that waits for it."""
 
-    __slots__ = ("abandoned", "deadline", "done", "error", "hold", "leads", "wakeup")
+    __slots__ = ("deadline", "error", "hold", "ready")
 
     def __init__(self, deadline: float | None, hold: object) -> None:
         self.deadline = deadline
         self.hold = hold
         """What libnbd writes to: must live as long as the command."""
-        self.done = self.leads = self.abandoned = False
         self.error: Exception | None = None
-        self.wakeup = threading.Lock()
-        """Its thread sleeps on this: released when the request is done, or when the lead falls to it."""
-        self.wakeup.acquire()
-
-    def wake(self) -> None:
-        """Wake its thread. Called with the connection's lock held."""
-        if self.wakeup.locked():
-            self.wakeup.release()
+        self.ready = threading.Lock()
+        """Held until the request is done."""
+        self.ready.acquire()
 
 
 class Connection:
-    """A connection to one export, from the handshake on. Every method may be called from any thread."""
+    """A connection to one export, from the handshake on. Every method may be called from any thread.
+
+    Only after share() may several threads have requests in flight.
+    """
 
     def __init__(self, start: Callable[[Any], None], *, ask_extents: bool, io_timeout: float | None) -> None:
         """START(handle) starts connecting, e.g. by its aio_connect_uri. Nothing is connected yet: see connect()."""
@@ -65,8 +62,8 @@ class Connection:
         self._lock = threading.Lock()
         """Guards the handle and what follows. Never held while waiting."""
         self._requests: dict[int, _Request] = {}
-        self._has_leader = False
-        self._polled = 0  # the directions that the leader waits for
+        self._shared = False
+        self._polled = 0  # the directions that poll(2) waits for
         self._ready = False
         self._failure: str | None = None
         """Why nothing works any more, once that is so."""
@@ -103,6 +100,20 @@ class Connection:
         if failure:
             raise failure[0]
 
+    def share(self) -> None:
+        """From now on, several threads may have requests in flight. To be called once, when none are."""
+        self._shared = True
+        threading.Thread(target=self._pump, name="nbd-pump", daemon=True).start()
+
+    def _pump(self) -> None:
+        """Move the state machine until the connection ends."""
+        try:
+            while True:
+                self._move(None, "")
+        except Exception as error:  # whatever it is, nobody may be left waiting; mostly the connection ended
+            with self._lock:
+                self._fail(libnbd.words(error))
+
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill BUFFER with the export's bytes from OFFSET, in one request. Raises ReadError with the offset."""
         seen: list[tuple[int, int]] = []
@@ -137,11 +148,11 @@ class Connection:
         None when it does not say: it answers with an error, or not about base:allocation. Raises ReadError when the
         connection is broken.
         """
-        answer: list[int] = []
+        answers: list[list[int]] = []
 
         def extents(context: str, at: int, entries: list[int], _error: object) -> int:
-            if context == ALLOCATION and at == offset and not answer:
-                answer.extend(entries)
+            if context == ALLOCATION and at == offset:
+                answers.append(entries)
             return 0
 
         try:
@@ -150,7 +161,7 @@ class Connection:
             return None
         except OpenError as error:
             raise ReadError(error.reason, offset=offset) from error
-        return answer or None
+        return answers[0] if answers else None
 
     def close(self) -> None:
         """Disconnect. Requests in flight fail at once, in their threads. Closing twice is harmless."""
@@ -179,34 +190,19 @@ class Connection:
                 self._check_alive(libnbd.words(error))
                 raise
             self._requests[cookie] = request
-            if not self._has_leader:
-                self._has_leader = request.leads = True
-            elif self.handle.aio_get_direction() & ~self._polled:
-                os.eventfd_write(self._wake, 1)  # the leader doesn't wait for what this command waits for
-        try:
-            while not request.done:
-                if request.leads:
-                    self._move(None, "")
-                else:
-                    request.wakeup.acquire()
-        finally:
-            with self._lock:
-                request.abandoned = not request.done  # by an exception in this thread: KeyboardInterrupt
-                if request.leads:
-                    self._pass_on_the_lead()
+            # The pump may be waiting for something else, and not until this request's deadline.
+            if self._shared and (timeout is not None or self.handle.aio_get_direction() & ~self._polled):
+                os.eventfd_write(self._wake, 1)
+        if self._shared:
+            request.ready.acquire()
+        else:
+            while request.ready.locked():
+                self._move(None, "")
         if request.error is not None:
             raise request.error
 
-    def _pass_on_the_lead(self) -> None:
-        self._has_leader = False
-        for request in self._requests.values():
-            if not request.abandoned:
-                self._has_leader = request.leads = True
-                request.wake()
-                return
-
     def _move(self, deadline: float | None, late: str) -> None:
-        """Wait for the socket, then take one step; fail for the reason LATE after DEADLINE. For the leader only."""
+        """Wait for the socket, then take one step; fail for the reason LATE after DEADLINE. In one thread at a time."""
         with self._lock:
             if self._failure is not None:
                 raise OpenError(self._failure)
@@ -259,8 +255,7 @@ class Connection:
                 self.handle.aio_command_completed(cookie)
             except self._nbd_error as error:
                 request.error = libnbd.cause(error)
-            request.done = True
-            request.wake()
+            request.ready.release()
 
     def _check_alive(self, reason: str) -> None:
         """Fail for REASON if libnbd has given the connection up."""
@@ -275,6 +270,6 @@ class Connection:
             return
         self._failure = reason
         for request in self._requests.values():
-            request.done = True
             request.error = OpenError(reason)
-            request.wake()
+            request.ready.release()
+        self._requests.clear()

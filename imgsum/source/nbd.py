@@ -23,7 +23,10 @@ _EXTRA_TIMEOUT = 2.0
 """Seconds for connections beyond the first: a server with all its places taken leaves us waiting, not refused."""
 
 _MOST_REQUEST = 32 * MIB
-"""The most that one request asks for: what the protocol allows when the server does not say."""
+"""The most that a request may ask for when the server does not say."""
+_GOOD_REQUEST = 512 * KIB
+"""The most that one asks for, unless reads are larger than a request has by default. For each of 1 MiB qemu-nbd maps
+its buffer anew: 1.5 s of its time for 3 GiB, against 0.8 s in halves, and 1.0 s in quarters."""
 
 _ZERO = 2  # LIBNBD_STATE_ZERO. Of HOLE alone the protocol says nothing about the content.
 
@@ -41,10 +44,9 @@ _Questions = SimpleQueue[tuple[int, int, _Answers] | None]
 
 
 class Limits(NamedTuple):
-    """The server's block sizes, in bytes: requests begin on a multiple of `minimum`, and end on one or at the end."""
+    """Sizes of requests, in bytes: they begin on a multiple of `minimum`, and end on one or at the end."""
 
     minimum: int
-    preferred: int
     maximum: int
 
 
@@ -97,7 +99,7 @@ class NbdSource:
             self._first = self._connect(options.connect_timeout, ask_extents=options.extents)
             handle = self._first.handle
             self.size: int = handle.get_size()
-            self._limits = _limits(handle)
+            self._limits = _limits(handle, options.request_size)
             self._ask: bool = options.extents and handle.can_meta_context(ALLOCATION)
             multi_conn = handle.can_multi_conn()
             self._facts: dict[str, object] = {
@@ -112,6 +114,7 @@ class NbdSource:
         most = min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS) if multi_conn else 1
         self._slots = [_Slot() for _ in range(most)]
         self._slots[0].connection = self._first
+        self._first.share()  # between questions for extents and at least one worker
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
         """See Source. A server that gives no answer once, or little by little, is not asked again: the rest is data."""
@@ -176,6 +179,8 @@ class NbdSource:
         with slot.lock:
             if slot.connection is None:
                 slot.connection = self._connect_again()
+                if len(self._slots) < MOST_CONNECTIONS and slot.connection is not self._first:
+                    slot.connection.share()
         return NbdReader(slot.connection, self._limits, self.size)
 
     def _connect_again(self) -> Connection:
@@ -253,7 +258,7 @@ class NbdReader:
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """See Reader."""
-        minimum, _, maximum = self._limits
+        minimum, maximum = self._limits
         at, end = offset, offset + len(buffer)
         while at < end:
             skip = at % minimum
@@ -273,11 +278,13 @@ class NbdReader:
         """See Reader. The connection is the source's."""
 
 
-def _limits(handle: Any) -> Limits:
-    """The server's block sizes, with the protocol's defaults for what it doesn't say. Raises FormatError."""
-    minimum, preferred, maximum = (handle.get_block_size(which) for which in (0, 1, 2))
+def _limits(handle: Any, request_size: int) -> Limits:
+    """The server's block sizes, with the protocol's defaults for what it doesn't say, and ours. Raises FormatError."""
+    minimum, preferred, maximum = (handle.get_block_size(which) for which in (0, 1, 2))  # LIBNBD_SIZE_*
     minimum = minimum or 1
     maximum = min(maximum or _MOST_REQUEST, _MOST_REQUEST)
     if minimum & (minimum - 1) or minimum > 64 * KIB or maximum < minimum:
         raise FormatError(f"the NBD server's block sizes make no sense: minimum {minimum}, maximum {maximum}")
-    return Limits(minimum, preferred or 4 * KIB, maximum - maximum % minimum)
+    # A server that prefers larger requests gets them, as far as the reads go.
+    maximum = min(maximum, request_size if request_size > MIB else max(_GOOD_REQUEST, min(preferred, request_size)))
+    return Limits(minimum, maximum - maximum % minimum)

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from imgsum.errors import FormatError, RefusedError, TruncatedError
+from imgsum.source.reach import ReadBytes, check_reach
 from imgsum.units import KIB
-
-ReadBytes = Callable[[int, int], bytes]
-"""read(offset, length): that many bytes of the file, fewer only where it ends."""
 
 
 class Links(NamedTuple):
@@ -42,7 +40,9 @@ class VmdkExtent(NamedTuple):
 def inspect(read: ReadBytes, size: int, format_name: str) -> Links:
     """What the image of SIZE bytes that READ reads refers to. Raises RefusedError, FormatError or TruncatedError."""
     inspector = _INSPECTORS.get(format_name)
-    return inspector(read, size) if inspector else Links()
+    links = inspector(read, size) if inspector else Links()
+    check_reach(read, size, format_name)
+    return links
 
 
 def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent) -> None:
@@ -51,6 +51,7 @@ def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent) -> None:
         raise TruncatedError(f"truncated: '{extent.name}' has {size} of {extent.needs} bytes")
     if extent.sparse and read(0, 4) == b"KDMV":
         _sparse_vmdk(read, size)
+        check_reach(read, size, "vmdk")
 
 
 def _vpc(read: ReadBytes, size: int) -> Links:
@@ -166,7 +167,7 @@ def _sparse_vmdk(read: ReadBytes, size: int) -> Links:
     if directory == _AT_END:
         # The header is repeated, completed, before the end-of-stream marker.
         footer = read(max(0, size - 1024), _SECTOR)
-        if not footer.startswith(b"KDMV"):
+        if not footer.startswith(b"KDMV") or len(footer) < _SECTOR:
             raise TruncatedError("truncated: the VMDK's footer is not where the file ends")
         capacity = min(capacity, _sparse_fields(footer)[0])
     if capacity == 0:

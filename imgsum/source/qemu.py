@@ -13,7 +13,7 @@ from typing import Any
 from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedError, UsageError, os_error_reason
 from imgsum.extent import Extent
 from imgsum.source import FORMATS, OpenOptions, Reader
-from imgsum.source.file import HostFile
+from imgsum.source.file import HostFile, cache_fact
 from imgsum.source.nbd import MOST_CONNECTIONS, NbdSource
 from imgsum.source.prescreen import Links, inspect, inspect_extent
 from imgsum.source.server import Server
@@ -47,10 +47,11 @@ def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> Se
             )
         image = _Image(options, stack)
         node = image.node(file, format_name)
+        direct = options.direct and all(part.direct for part in image.files)
         command = [
             "qemu-nbd",
             "--read-only",
-            f"--cache={'none' if options.direct else 'writeback'}",
+            f"--cache={'none' if direct else 'writeback'}",
             f"--shared={min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS)}",
             *image.objects,
             "json:" + json.dumps(node),
@@ -120,7 +121,8 @@ class ServedSource:
 
     def facts(self) -> dict[str, object]:
         """See Source."""
-        return {"served_by": self._server.program, **self._export.facts()}
+        facts: dict[str, object] = {"served_by": self._server.program, **self._export.facts()}
+        return {**facts, **cache_fact(self._files[0])} if self._files else facts
 
     def close(self) -> None:
         """See Source. The server is gone when this returns."""

@@ -1,0 +1,198 @@
+"""Whether an image's file has all that its tables refer to: QEMU takes what a file lacks for zeros, and says nothing.
+
+For the formats that QEMU reads for us, and only as far as that takes: the data that lies last in the file. Layouts are
+from QEMU's block/vmdk.c, qed.h, qcow.c, parallels.c and vhdx.h.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from imgsum.errors import FormatError, TruncatedError
+from imgsum.units import KIB
+
+ReadBytes = Callable[[int, int], bytes]
+"""read(offset, length): that many bytes of the file, fewer only where it ends."""
+
+_PART = 64 * KIB  # bytes of a table that are read at a time
+
+
+class _Last(NamedTuple):
+    """The entry with the largest offset."""
+
+    entry: int
+    number: int
+    """Its index in the table, or in all tables of the second level laid end to end."""
+
+
+def check_reach(read: ReadBytes, size: int, format_name: str) -> None:
+    """Raise TruncatedError if the file of SIZE bytes that READ reads lacks some of the content's data.
+
+    A file that is not of that format at all passes: QEMU will say so.
+    """
+    reach = _REACH.get(format_name)
+    needed = reach(read, size) if reach else 0
+    if needed > size:
+        raise TruncatedError(f"truncated: the file has {size} of at least {needed} bytes")
+
+
+def _vmdk(read: ReadBytes, size: int) -> int:
+    header = read(0, 512)
+    if header[:4] != b"KDMV" or len(header) < 512:
+        return 0
+    directory = struct.unpack_from("<Q", header, 56)[0]
+    if directory == (1 << 64) - 1:  # streamOptimized: the footer has it
+        header = read(max(0, size - 1024), 512).ljust(512, b"\0")
+        directory = struct.unpack_from("<Q", header, 56)[0]
+    flags, capacity, grain = struct.unpack_from("<IQQ", header, 8)
+    per_table = struct.unpack_from("<I", header, 44)[0]
+    if not (grain and per_table):
+        return 0
+    tables = _nonzero(read, directory * 512, -(-capacity // (grain * per_table)), "I")
+    last = _last_of_tables(read, size, ((index, entry * 512) for index, entry in tables), per_table, "I")
+    if last is None:
+        return 0
+    at = last.entry * 512
+    if flags & 1 << 16:  # compressed: a length, and then as many bytes
+        marker = read(at, 12)
+        return at + 12 + (int.from_bytes(marker[8:], "little") if len(marker) == 12 else 0)
+    return at + int(min(grain, capacity - last.number * grain)) * 512
+
+
+def _qed(read: ReadBytes, size: int) -> int:
+    header = read(0, 64)
+    if len(header) < 64:
+        return 0
+    cluster, table = struct.unpack_from("<II", header, 4)
+    l1, content = struct.unpack_from("<QQ", header, 40)
+    entries = table * cluster // 8
+    last = _last_of_tables(read, size, _nonzero(read, l1, entries, "Q"), entries, "Q")
+    if last is None or last.entry < cluster:  # 1: a cluster of zeros
+        return 0
+    return last.entry + int(min(cluster, content - last.number * cluster))
+
+
+def _qcow(read: ReadBytes, size: int) -> int:
+    header = read(0, 48)
+    if len(header) < 48:
+        return 0
+    content, cluster_bits, l2_bits = struct.unpack_from(">QBB", header, 24)
+    l1 = int.from_bytes(header[40:48], "big")
+    if not (9 <= cluster_bits <= 16 and 6 <= l2_bits <= 13):
+        return 0
+    cluster, needed = 1 << cluster_bits, 0
+    tables = _nonzero(read, l1, -(-content >> cluster_bits + l2_bits), "Q", "big")
+    for table, offset in _tables(size, tables, 8 << l2_bits):
+        for index, entry in _nonzero(read, offset, 1 << l2_bits, "Q", "big"):
+            if entry >> 63:  # compressed: its length is above its offset
+                offset_bits = 63 - cluster_bits
+                end = (entry & (1 << offset_bits) - 1) + (entry >> offset_bits & cluster - 1)
+            else:
+                end = entry + min(cluster, content - ((table << l2_bits) + index) * cluster)
+            needed = max(needed, end)
+    return needed
+
+
+def _parallels(read: ReadBytes, size: int) -> int:
+    header = read(0, 64)
+    if len(header) < 64:
+        return 0
+    tracks, entries, sectors = struct.unpack_from("<IIQ", header, 28)
+    unit = tracks if header.startswith(b"WithouFreSpacExt") else 1
+    last = _last(read, 64, entries, "I")
+    return 0 if last is None else (last.entry * unit + max(0, min(tracks, sectors - last.number * tracks))) * 512
+
+
+def _vhdx(read: ReadBytes, size: int) -> int:
+    regions = _vhdx_table(read(192 * KIB, 64 * KIB), b"regi", 8, 16, "<QI")
+    bat, metadata = (regions.get(bytes.fromhex(guid)) for guid in (_VHDX_BAT, _VHDX_METADATA))
+    if not (bat and metadata):
+        return 0
+    items = _vhdx_table(read(metadata[0], 64 * KIB), b"metadata", 10, 32, "<II")
+    parameters = items.get(bytes.fromhex(_VHDX_PARAMETERS))
+    if not parameters:
+        return 0
+    block = int.from_bytes(read(metadata[0] + parameters[0], 4), "little")
+    present = (entry for _, entry in _nonzero(read, bat[0], bat[1] // 8, "Q") if entry & 7 in (6, 7))
+    last = max(present, default=0) >> 20 << 20  # a multiple of 1 MiB; the rest is its state
+    return last + block if last else 0
+
+
+_VHDX_BAT = "6677c22d23f600429d64115e9bfd4a08"
+_VHDX_METADATA = "06a27c8b90479a4bb8fe575f050f886e"
+_VHDX_PARAMETERS = "3767a1ca36fa434db3b633f0aa44e76b"
+
+
+def _vhdx_table(raw: bytes, magic: bytes, count_at: int, entries_at: int, fields: str) -> dict[bytes, tuple[int, int]]:
+    """Two numbers for each GUID in one of VHDX's tables; nothing where there is no such table."""
+    if not raw.startswith(magic) or len(raw) < 64 * KIB:
+        return {}
+    count = min(int.from_bytes(raw[count_at : count_at + 2], "little"), 2047)
+    places = range(entries_at, entries_at + 32 * count, 32)
+    return {raw[at : at + 16]: struct.unpack_from(fields, raw, at + 16) for at in places if at + 32 <= len(raw)}
+
+
+def _tables(size: int, tables: Iterator[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
+    """TABLES of the second level, of LENGTH bytes each. Raises FormatError when they can't all be in the file."""
+    for count, table in enumerate(tables, 1):
+        if count * length > size:
+            raise FormatError("its tables are in one place")  # a small file that takes for ever to look through
+        yield table
+
+
+def _last_of_tables(
+    read: ReadBytes, size: int, tables: Iterator[tuple[int, int]], entries: int, code: str
+) -> _Last | None:
+    """As _last(), over all TABLES, which have ENTRIES each."""
+    found: _Last | None = None
+    for number, offset in _tables(size, tables, entries * array(code).itemsize):
+        last = _last(read, offset, entries, code)
+        if last and (found is None or last.entry > found.entry):
+            found = _Last(last.entry, number * entries + last.number)
+    return found
+
+
+def _last(read: ReadBytes, offset: int, entries: int, code: str) -> _Last | None:
+    """The largest of a table's ENTRIES; None where all are 0."""
+    found: _Last | None = None
+    for first, part in _parts(read, offset, entries, code, "little"):
+        largest = max(part)
+        if largest and (found is None or largest > found.entry):
+            found = _Last(largest, first + part.index(largest))
+    return found
+
+
+def _nonzero(read: ReadBytes, offset: int, entries: int, code: str, order: str = "little") -> Iterator[tuple[int, int]]:
+    """(index, entry) of a table, where the entry is not 0."""
+    for first, part in _parts(read, offset, entries, code, order):
+        if any(part):
+            yield from ((index, entry) for index, entry in enumerate(part, first) if entry)
+
+
+def _parts(read: ReadBytes, offset: int, entries: int, code: str, order: str) -> Iterator[tuple[int, array[int]]]:
+    """A table in parts, each with the index of its first entry. Raises TruncatedError."""
+    done = 0
+    while done < entries:
+        part = array(code)
+        count = min(_PART // part.itemsize, entries - done)
+        raw = read(offset + done * part.itemsize, count * part.itemsize)
+        if len(raw) < count * part.itemsize:
+            raise TruncatedError("truncated: the file ends in a table of its own")
+        part.frombytes(raw)
+        if order != sys.byteorder:
+            part.byteswap()
+        yield done, part
+        done += count
+
+
+_REACH: dict[str, Callable[[ReadBytes, int], int]] = {
+    "parallels": _parallels,
+    "qcow": _qcow,
+    "qed": _qed,
+    "vhdx": _vhdx,
+    "vmdk": _vmdk,
+}
