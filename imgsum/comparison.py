@@ -89,7 +89,10 @@ class Pair:
         try:
             self._sides.append(open_content(first, options, offset, length))
             self._sides.append(open_content(second, second_options, offset, length))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Error):
+                name = error.image = self.names[len(self._sides)]
+                error.about(name)
             self.close()
             raise
 
@@ -123,6 +126,7 @@ class Pair:
             try:
                 (side.source if isinstance(side, Content) else side).check_unchanged()
             except Error as error:
+                error.image = name
                 raise error.about(name) from error.__cause__
 
     def close(self) -> None:

@@ -192,6 +192,7 @@ def _read(side: Content, worker: Worker, start: int, buffer: memoryview) -> None
     try:
         side.read(worker, start, buffer)
     except Error as error:
+        error.image = side.source.name
         raise error.about(side.source.name) from error.__cause__
 
 

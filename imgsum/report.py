@@ -107,11 +107,15 @@ def checksum_json(result: Checksum, stats: bool = False) -> str:
 def error_json(error: Error) -> str:
     """A failure as one JSON object: it has `error`, and no `checksum`. The name is the image's, as it was given."""
     name = error.image or error.name or ""
-    text = str(error).removeprefix(f"{printable(name)}: ")
-    record: dict[str, object] = {"schema": SCHEMA, **name_record(name), "error": text}
+    record: dict[str, object] = {"schema": SCHEMA, **name_record(name), "error": error_text(error)}
     if error.offset is not None:
         record["offset"] = error.offset
     return to_json(record)
+
+
+def error_text(error: Error) -> str:
+    """What ERROR says, without the name of the image; with that of another file, where it is about one."""
+    return str(error).removeprefix(f"{printable(error.image or error.name or '')}: ")
 
 
 def verdict_line(verdict: Verdict) -> str:
@@ -139,7 +143,7 @@ def verdict_json(verdict: Verdict, stats: bool = False) -> str:
         if stats:
             record["stats"] = stats_record(result.stats)
     if verdict.error is not None and verdict.status != "missing":
-        record["reason" if verdict.status == "mismatch" else "error"] = verdict.error.message()
+        record["reason" if verdict.status == "mismatch" else "error"] = error_text(verdict.error)
     return to_json(record)
 
 

@@ -487,3 +487,17 @@ def test_errors_in_json(imgsum: Imgsum, here: Path) -> None:
     assert json.loads(ended.stdout) == {"schema": 1, "name": "missing", "error": "no such file or directory"}
     assert ended.errors == "imgsum: missing: no such file or directory\n"
     assert ended.status == 2
+
+
+def test_errors_of_a_backing_file_name_the_image_too(imgsum: Imgsum, here: Path, tool: Callable[[str], str]) -> None:
+    (here / "a").write_bytes(bytes(1024))
+    create = [tool("qemu-img"), "create", "-q", "-f", "qcow2", "-u", "-b", "gone", "-F", "raw", "x.qcow2", "1M"]
+    subprocess.run(create, check=True)
+    ended = imgsum("compare", "--json", "a", "x.qcow2")
+    record = json.loads(ended.stdout)
+    assert record["name"] == "x.qcow2"
+    assert "gone" in record["error"]
+    assert "gone" in ended.errors
+    assert ended.status == 2
+    checked = imgsum("check", "--json", stdin=f"{'0' * 64}  x.qcow2\n".encode())
+    assert "gone" in json.loads(checked.stdout)["error"]
