@@ -6,7 +6,8 @@ best read in that order:
     cli -> source -> extent -> content -> pipeline -> digest -> blkhash -> report
            (where)   (what)    (range)   (8 workers)  (H)      (in order)  (print)
 
-checksums.py puts these together for `imgsum checksum`. Everything below is imported when it is used.
+checksums.py puts these together for `imgsum checksum`; checking.py, with the grammar in sums.py, for `imgsum check`;
+and comparison.py for `imgsum compare`. Everything below is imported when it is used.
 """
 
 from __future__ import annotations

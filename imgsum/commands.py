@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from imgsum import blkhash, checking, report
 from imgsum.checking import Tally, Verdict
@@ -91,7 +91,8 @@ def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, wat
     first_image, second_image = (getattr(name, "words", name) for name in arguments.names)
     try:
         with Pair(first_image, second_image, options, second, offset=arguments.offset, length=arguments.length) as pair:
-            same = _list_ranges(pair, arguments, watcher) if arguments.all else _find_first(pair, arguments, watcher)
+            listing = arguments.all and not arguments.quiet
+            same = (_list_ranges if listing else _find_first)(pair, arguments, watcher)
             if not arguments.quiet:
                 _note_sizes(pair, same)
     except Error as error:
@@ -118,20 +119,26 @@ def _find_first(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bo
 
 def _list_ranges(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bool:
     """Print every range that differs, as it is found, and then the verdict. Whether there is none."""
-    ranges = size = 0
+    count = size = 0
     offset = None
-    for start, length in pair.differences(strict=arguments.strict, watcher=watcher):
-        offset = start if offset is None else offset
-        ranges, size = ranges + 1, size + length
-        record = report.to_json({"schema": report.SCHEMA, "start": start, "length": length}) if arguments.json else ""
-        if not arguments.quiet:
-            report.write(record or f"differs: offset {start}, {length} bytes")
+
+    def lines() -> Iterator[str]:
+        nonlocal count, size, offset
+        for start, length in pair.differences(strict=arguments.strict, watcher=watcher):
+            offset = start if offset is None else offset
+            count, size = count + 1, size + length
+            if arguments.json:
+                yield report.range_json(start, length)
+            else:
+                yield f"differs: offset {start}, {length} bytes"
+
+    report.write_lines(lines())
     pair.check_unchanged()
-    if not ranges:
+    if not count:
         _print_result(pair, arguments, "images are identical", identical=True)
         return True
-    text = f"images differ in {ranges} range{'s' * (ranges > 1)}, {size} bytes"
-    _print_result(pair, arguments, text, identical=False, offset=offset, ranges=ranges, bytes=size)
+    text = f"images differ in {count} range{'s' * (count > 1)}, {size} bytes"
+    _print_result(pair, arguments, text, identical=False, offset=offset, ranges=count, bytes=size)
     return False
 
 

@@ -31,8 +31,21 @@ _NAMES: dict[str, tuple[str | None, str, str | int]] = {
 _SOURCES = """\
 an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
 nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
-standard input, which is what no IMAGE stands for. Sizes take k, m, g, t (1024, either case)."""
+standard input"""
 
+_SIZES = "Sizes take k, m, g, t (1024, either case)."
+
+_EPILOGS = {
+    "checksum": f"{_SOURCES}, which is what no IMAGE stands for. {_SIZES}",
+    "check": f"""\
+a SUMS file has lines as `imgsum checksum` prints them, plain, tagged or JSON; `-`, or no SUMS, is standard input. The
+status is 0 when every line was verified, and there was one; 1 when content differs; 2 when anything could not be
+verified. {_SIZES}""",
+    "compare": f"""\
+{_SOURCES} (one of the two at most). The status is 0 when the content is the same, 1 when it differs, 2 for trouble.
+{_SIZES}""",
+    "algorithms": None,
+}
 
 TAKE_A_FILE = ("sums", "secret_file")
 """Where the shells complete the names of files, besides IMAGE."""
@@ -148,7 +161,7 @@ def command_parser(command: str, for_docs: bool = False) -> _Parser:
         usage=f"imgsum {command} [OPTION]..."
         + (f" {metavar}" * count if isinstance(count, int) else f" [{metavar}]..."),
         description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
-        epilog=_SOURCES if dest else None,
+        epilog=_EPILOGS[command],
         formatter_class=_formatter,
         add_help=False,
         allow_abbrev=False,

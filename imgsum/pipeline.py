@@ -75,9 +75,7 @@ P = TypeVar("P", bound=Piece)
 class Pipeline(Generic[P]):
     """A pool of workers that lives for one command. Use as a context manager."""
 
-    def __init__(self, workers: int = WORKERS, ahead: int = _AHEAD) -> None:
-        """AHEAD: the most pieces between the head and the feeder. Fewer when their results are large."""
-        self._ahead = ahead
+    def __init__(self, workers: int = WORKERS) -> None:
         self._queue: SimpleQueue[P | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, args=(Worker(index),), name=f"worker-{index}", daemon=True)
@@ -95,10 +93,10 @@ class Pipeline(Generic[P]):
             if piece.has_work:
                 piece.ready.acquire()
                 self._queue.put(piece)
-            if len(ordered) >= self._ahead:
+            if len(ordered) >= _AHEAD:
                 # To wake once for many pieces, rather than for each, saves a worker's worth of passing the GIL around:
                 # blake3 with 2 workers on 2 cores takes 0.18 s for 2 GiB, and 0.21 s when waiting for the head alone.
-                _wait_for(ordered[self._ahead // 2])
+                _wait_for(ordered[_AHEAD // 2])
                 self._throttle.adapt()
                 yield _wait_for(ordered.popleft())
             while ordered and not ordered[0].ready.locked():

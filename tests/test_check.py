@@ -6,13 +6,15 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import reference
-from conftest import Imgsum
+from conftest import HANG, Imgsum
 from reference import KIB
 
 import imgsum as api
@@ -466,3 +468,39 @@ def test_a_stream_larger_than_allowed(imgsum: Imgsum) -> None:
     assert imgsum(*options, "512", stdin=bytes(512)).status == 0
     ended = imgsum(*options, "511", stdin=bytes(512))
     assert ended == (b"", b"imgsum: -: has more bytes of content than the 511 of --max-size\n", 2)
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["check -", "check fifo-sums", "compare big fifo", "compare --all --json fifo big"])
+def test_a_signal_ends_it_quietly(imgsum: Imgsum, here: Path, number: signal.Signals, command: str) -> None:
+    (here / "fifo-sums").write_bytes(lines("good", "fifo"))
+    reference.write("3m:R", here / "big")
+    os.mkfifo("fifo")
+    reader, to_write = os.pipe()  # standard input: one good line, and then nothing
+    os.write(to_write, lines("good") + lines("big")[:70])
+    started = imgsum.start(*command.split(), stdin=reader)
+    writer = os.open("fifo", os.O_RDWR)  # so that neither side waits to open it
+    os.write(writer, b"x" * 1000)
+    wait_until_it_waits(started.process.pid)
+    started.signal(number)
+    ended = started.finish()
+    for fd in (reader, to_write, writer):
+        os.close(fd)
+    assert ended.status == -number
+    assert ended.stderr == b""
+
+
+def wait_until_it_waits(pid: int) -> None:
+    """Until the process has started its workers, and uses no time any more."""
+    used, deadline = -1.0, time.monotonic() + HANG
+    while time.monotonic() < deadline:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        now = int(fields[11]) + int(fields[12])
+        if now == used and int(fields[17]) > 1:
+            return
+        used = now
+        time.sleep(0.2)
+    pytest.fail("it never came to rest")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import reference
-from conftest import Imgsum, writer
+from conftest import Imgsum, need, writer
 from fakes import FakeSource
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -487,3 +488,36 @@ def test_errors_in_json(imgsum: Imgsum, here: Path) -> None:
     assert json.loads(ended.stdout) == {"schema": 1, "name": "missing", "error": "no such file or directory"}
     assert ended.errors == "imgsum: missing: no such file or directory\n"
     assert ended.status == 2
+
+
+def test_errors_of_a_backing_file_name_the_image_too(imgsum: Imgsum, here: Path, tool: Callable[[str], str]) -> None:
+    (here / "a").write_bytes(bytes(1024))
+    create = [tool("qemu-img"), "create", "-q", "-f", "qcow2", "-u", "-b", "gone", "-F", "raw", "x.qcow2", "1M"]
+    subprocess.run(create, check=True)
+    ended = imgsum("compare", "--json", "a", "x.qcow2")
+    record = json.loads(ended.stdout)
+    assert record["name"] == "x.qcow2"
+    assert "gone" in record["error"]
+    assert "gone" in ended.errors
+    assert ended.status == 2
+    checked = imgsum("check", "--json", stdin=f"{'0' * 64}  x.qcow2\n".encode())
+    assert "gone" in json.loads(checked.stdout)["error"]
+
+
+@pytest.mark.parametrize("extra", [(), ("--no-extents",), ("--offset", "1000", "--length", "150001")])
+def test_odd_ends_against_a_server_that_insists_on_blocks(
+    imgsum: Imgsum, here: Path, tool: Callable[[str], str], extra: tuple[str, ...]
+) -> None:
+    need(importlib.util.find_spec("nbd"), "libnbd's Python binding is not installed")
+    reference.write("200000:R", here / "short")
+    reference.write("200000:R 848576:-", here / "long")
+    server = ["[", tool("nbdkit"), "-r", "--filter=blocksize-policy", "file", "long", "blocksize-minimum=4096",
+              "blocksize-maximum=65536", "blocksize-error-policy=error", "]"]  # fmt: skip
+    ended = imgsum("compare", *extra, "short", *server)
+    assert (ended.text, ended.status) == ("images are identical\n", 0)
+    with open("long", "r+b") as file:
+        file.seek(150_000)
+        file.write(b"!!")
+    ended = imgsum("compare", "--all", *extra, *server, "short")
+    assert ended.text.startswith("differs: offset 150000, 2 bytes\n")
+    assert ended.status == 1
