@@ -6,6 +6,7 @@ hashes in a worker, checksum_images() takes the pieces in content order.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Generator, Iterable, Iterator
 from itertools import groupby
@@ -18,12 +19,15 @@ from imgsum.content import Content, Image, image_name, open_content, skip_stream
 from imgsum.errors import Error, MismatchError, ReadError
 from imgsum.extent import Extent, align, coalesce
 from imgsum.pipeline import WORKERS, Piece, Pipeline, Worker, page_aligned
-from imgsum.source import OpenOptions
+from imgsum.source import OpenOptions, is_stream
 from imgsum.source.stream import Stream
-from imgsum.units import GIB, KIB
+from imgsum.units import GIB, KIB, MIB
 
 ZERO_PIECE = 4 * GIB
 """The most zeros in one piece: 1 ms of the outer hash, so that data behind a long hole is fed meanwhile."""
+
+_MOST_IN_FLIGHT = 32 * MIB
+"""The most that --queue-size gives: with the interpreter and a format's tables, the process stays within 64 MiB."""
 
 _ZEROS = bytearray(64 * KIB)  # bytearray.startswith(memoryview) is memcmp; memoryview == bytes is 70 times slower
 
@@ -134,11 +138,23 @@ def checksum_tasks(
     """As checksum_images(), for images that are each done in their own way.
 
     TASKS are asked for only as far ahead as needed. Neighbours share a pool while their pieces are of one size: the
-    workers' buffers are of that size, and their number follows from it.
+    workers' buffers are of that size, and their number follows from it. Large buffers are either the workers' or a
+    stream's, not both at a time.
     """
-    for piece_size, neighbours in groupby(tasks, lambda task: max(options.request_size, task.how.block_size)):
-        pool_size = max(1, min(workers, options.queue_size // piece_size))
-        yield from _run_pool(neighbours, pool_size, options, offset, length, watcher)
+
+    def kind(task: Task) -> tuple[int, bool]:
+        piece_size = max(options.request_size, task.how.block_size)
+        return piece_size, piece_size > MIB and isinstance(task.image, (str, os.PathLike)) and is_stream(
+            os.fspath(task.image)
+        )
+
+    for (piece_size, _), neighbours in groupby(tasks, kind):
+        yield from _run_pool(neighbours, _buffers(workers, piece_size, options), options, offset, length, watcher)
+
+
+def _buffers(workers: int, piece_size: int, options: OpenOptions) -> int:
+    """How many buffers of PIECE_SIZE may be in flight: at least one, at most one for each of WORKERS."""
+    return max(1, min(workers, min(options.queue_size, _MOST_IN_FLIGHT) // piece_size))
 
 
 def _run_pool(
@@ -225,7 +241,7 @@ def _pieces(job: _Job, content: Content) -> Iterator[_Piece]:
 def _stream_pieces(job: _Job, stream: Stream, skip: int, length: int | None) -> Iterator[_Piece]:
     """A stream is read here, into buffers that the workers give back: their number bounds what is in flight."""
     buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(max(1, min(WORKERS, job.options.queue_size // job.piece_size))):
+    for _ in range(_buffers(WORKERS, job.piece_size, job.options)):
         buffers.put(memoryview(page_aligned(job.piece_size)))
     skip_stream(stream, skip, buffers)
     left = length

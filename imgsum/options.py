@@ -309,7 +309,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=_size,
         default=16 * MIB,
-        help="the most that is in flight over all workers (default: 16m)",
+        help="the most that is in flight over all workers (default: 16m; no more than 32m is used)",
     )
     group.add_argument(
         "--reader",

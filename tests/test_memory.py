@@ -55,6 +55,18 @@ def test_streams(options: list[str], image: Callable[..., Path], imgsum: Imgsum)
     assert peak <= LIMIT
 
 
+@pytest.mark.parametrize(
+    "options", [["--request-size=32m"], ["-b", "32m"], ["--request-size=4m", "--queue-size=1t"]], ids=" ".join
+)
+def test_large_buffers_for_files_and_streams(options: list[str], image: Callable[..., Path], imgsum: Imgsum) -> None:
+    path = image(LETTERS)
+    with open(path, "rb") as file:
+        result, peak = imgsum.peak_memory("checksum", "-a", "blake3", *options, path, "-", path, stdin=file)
+    assert result.status == 0
+    assert len({line.split()[0] for line in result.text.splitlines()}) == 1
+    assert peak <= LIMIT
+
+
 def test_imageio(image: Callable[..., Path], imgsum: Imgsum) -> None:
     result, peak = imgsum.peak_memory("checksum", "--construction=imageio", image(LETTERS))
     assert result.text.split()[0] == reference.imageio(reference.chunks(LETTERS))
