@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,8 +19,11 @@ from imgsum.errors import FormatError, MissingError
 from imgsum.source.qcow2.header import ZSTD
 from imgsum.units import KIB, MIB
 
-Decompress = Callable[[Iterable[memoryview], memoryview], None]
-"""decompress(stored, cluster): fill all of CLUSTER from the pieces of STORED. Raises FormatError, EndsEarlyError."""
+Stored = Callable[[], Iterable[memoryview]]
+"""stored(): the compressed bytes from their beginning, in pieces. May be called again."""
+
+Decompress = Callable[[Stored, memoryview], None]
+"""decompress(stored, cluster): fill all of CLUSTER. Raises FormatError, or EndsEarlyError, which is one."""
 
 _STEP = 256 * KIB
 """The most output that is asked for at once, as it is a new object each time, and clusters can have 2 MiB."""
@@ -78,31 +82,39 @@ class _Cluster:
 def _inflate() -> Decompress:
     """By ISA-L where it is installed: 64 KiB clusters of text at 780 MB/s, zlib-ng 560, zlib 350 (one core)."""
     library = _import_inflate()
-    decompressobj, inflate_error = library.decompressobj, library.error
 
-    def inflate(stored: Iterable[memoryview], cluster: memoryview) -> None:
-        stream = decompressobj(-15)  # QEMU writes a window of 12 bits, but reads what needs more
-        done, size = 0, len(cluster)
-        for piece in stored:
-            rest: bytes | memoryview = piece
-            while True:
-                want = min(size - done, _STEP)
-                try:
-                    output = stream.decompress(rest, want)
-                except inflate_error as problem:
-                    raise FormatError(f"compressed cluster: {problem}") from problem
-                cluster[done : done + len(output)] = output
-                done += len(output)
-                if done == size:
-                    return
-                if stream.eof:
-                    raise EndsEarlyError
-                if len(output) < want:
-                    break  # it has eaten this piece
-                rest = stream.unconsumed_tail
-        raise EndsEarlyError
+    def inflate(stored: Stored, cluster: memoryview) -> None:
+        try:
+            _inflate_with(library, stored(), cluster)
+        except library.error:
+            # It refuses a few streams that zlib, and so QEMU, reads: zlib has the last word.
+            try:
+                _inflate_with(zlib, stored(), cluster)
+            except zlib.error as problem:
+                raise FormatError(f"compressed cluster: {problem}") from problem
 
     return inflate
+
+
+def _inflate_with(library: Any, stored: Iterable[memoryview], cluster: memoryview) -> None:
+    """Fill CLUSTER from the pieces of STORED. Raises the library's error, or EndsEarlyError."""
+    stream = library.decompressobj(-15)  # QEMU writes with a window of 12 bits, but reads what needs more
+    done, size = 0, len(cluster)
+    for piece in stored:
+        rest: bytes | memoryview = piece
+        while True:
+            want = min(size - done, _STEP)
+            output = stream.decompress(rest, want)
+            cluster[done : done + len(output)] = output
+            done += len(output)
+            if done == size:
+                return
+            if stream.eof:
+                raise EndsEarlyError
+            if len(output) < want:
+                break  # it has eaten this piece
+            rest = stream.unconsumed_tail
+    raise EndsEarlyError
 
 
 def _zstd() -> Decompress:
@@ -113,10 +125,10 @@ def _zstd() -> Decompress:
     freed = bytearray(MIB)
     del freed
 
-    def decompress(stored: Iterable[memoryview], cluster: memoryview) -> None:
+    def decompress(stored: Stored, cluster: memoryview) -> None:
         stream = zstd.ZstdDecompressor(options=options)
         done, size = 0, len(cluster)
-        for piece in stored:
+        for piece in stored():
             rest: bytes | memoryview = piece
             while True:
                 # One byte more than fits, at the end, so that the last frame is complete, or seen to be too long.
@@ -149,8 +161,6 @@ def _import_inflate() -> Any:
     try:
         from isal import isal_zlib
     except ImportError:
-        import zlib
-
         return zlib
     return isal_zlib
 

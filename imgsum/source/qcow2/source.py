@@ -37,13 +37,11 @@ class _RawLayer:
         self.size = file.size
         self.holes = Holes(file)
 
-    def runs(self, start: int, end: int) -> Iterator[Run]:
+    def runs(self, start: int, end: int) -> Sequence[Run]:
         """See Layer."""
         inside = max(start, min(end, self.size))
-        if start < inside:
-            yield Run(start, inside - start, DATA, start)
-        if inside < end:
-            yield Run(inside, end - inside, ZERO)
+        runs = (Run(start, inside - start, DATA, start), Run(inside, end - inside, ZERO))
+        return runs[start == inside : 2 if inside < end else 1]
 
 
 class _Qcow2Layer:
@@ -148,7 +146,7 @@ class Qcow2Reader:
 
     def _decompress_whole(self, layer: _Qcow2Layer, run: Run, cluster: memoryview) -> None:
         try:
-            layer.decompress()(self._stored(layer.file, run), cluster)
+            layer.decompress()(lambda: self._stored(layer.file, run), cluster)
         except Error as error:
             if isinstance(error, EndsEarlyError) and run.host + run.stored > layer.file.size:
                 error = TruncatedError(f"truncated: the file ends at byte {layer.file.size}, in a compressed cluster")
