@@ -129,10 +129,7 @@ def damaged_cases(image: Image, rng: random.Random, count: int, tally: Counter[s
     damaged = image.path.with_name("damaged.qcow2")
     wrong = []
     for _ in range(count):
-        if rng.random() < 0.3:
-            made = content[: rng.randrange(len(content))]
-        else:
-            made = damage(content, rng)
+        made = content[: rng.randrange(len(content))] if rng.random() < 0.3 else damage(content, rng)
         damaged.write_bytes(made)
         ours = by_imgsum(damaged)
         size = virtual_size(damaged) if len(made) >= 32 else 0

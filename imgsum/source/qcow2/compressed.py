@@ -48,9 +48,11 @@ def decompressor(compression: int) -> Decompress:
 
 
 class WholeClusters:
-    """The last few clusters that were decompressed for readers which asked for a part, as their neighbours ask for
-    the rest: a cluster can have 2 MiB, and a request 4 KiB. Safe from any thread; nothing is decompressed twice at
-    the same time."""
+    """The last few clusters that were decompressed for a reader that asked for a part.
+
+    Its neighbours ask for the rest: a cluster can have 2 MiB, and a request 4 KiB. Safe from any thread; no cluster is
+    decompressed by two of them at the same time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

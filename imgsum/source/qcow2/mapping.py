@@ -1,11 +1,12 @@
-"""Which part of which file holds a range of the content: L1 and L2 tables -> runs. Pure; tables are read by a callable.
+"""Which part of which file holds a range of the content: L1 and L2 tables -> runs. Pure: a callable reads the tables.
 
-A qcow2 image maps clusters of content by two levels of tables (spec: `Cluster mapping`). An entry of the L1 table is the
-offset of an L2 table, which has one cluster; an entry of that says what a cluster is. A run is what many entries
+A qcow2 image maps clusters of content by two levels of tables (spec: `Cluster mapping`). An entry of the L1 table is
+the offset of an L2 table, which has one cluster; an entry of that says what a cluster is. A run is what many entries
 together say of a contiguous range.
 
-Tables are read in slices, only where they are needed, and kept in a bounded cache. A slice may have thousands of entries
-that say one thing: those are compared in C, many at a time, as a loop over those of 1 TiB takes 3.75 s, and this 0.15 s.
+Tables are read in slices, only where they are needed, and kept in a bounded cache. A slice may have thousands of
+entries that say one thing: those are compared in C, many at a time. The 16 million of 1 TiB take 0.2 s so, and a loop
+over them takes 3.75 s.
 """
 
 from __future__ import annotations
@@ -289,7 +290,7 @@ class Mapping:
                     raise self._bad(f"L2 entry {entry:#x}: zero clusters need version 3", at)
                 return ZERO
             return DATA if host or external else UNALLOCATED
-        if bitmap & bitmap >> 32 & _ALL_ALLOCATED or bitmap & _ALL_ALLOCATED and not (host or external):
+        if bitmap & bitmap >> 32 & _ALL_ALLOCATED or (bitmap & _ALL_ALLOCATED and not (host or external)):
             raise self._bad(f"subcluster bitmap {bitmap:#018x} contradicts itself or its entry", at)
         return {_ALL_ALLOCATED: DATA, _ALL_ZERO: ZERO, 0: UNALLOCATED}.get(bitmap)
 

@@ -26,11 +26,11 @@ _PROTOCOL = re.compile(rb"[^:/]*:")  # as in QEMU, where `a:b` is b by the proto
 
 
 class NotNativeError(RefusedError):
-    """This image, or one that it refers to, is for QEMU to read."""
+    """The image, or one that it refers to, is for QEMU to read."""
 
 
 class _RawLayer:
-    """A raw backing file. Satisfies Layer: QEMU pads one with zeros to whole sectors, which is what lies past a size."""
+    """A raw backing file. Satisfies Layer. QEMU pads it with zeros to whole sectors, and so does a Layer."""
 
     def __init__(self, file: HostFile) -> None:
         self.file = self.data = file
@@ -112,7 +112,7 @@ class Qcow2Source:
 
 
 class Qcow2Reader:
-    """Fills one worker's buffers: data straight from its file, compressed clusters by decompressing. Satisfies Reader."""
+    """Fills one worker's buffers: data straight from its file, or by decompressing. Satisfies Reader."""
 
     def __init__(self, layers: Sequence[_Qcow2Layer | _RawLayer], whole: WholeClusters) -> None:
         self._layers = layers
@@ -265,7 +265,7 @@ def _backing_file(recorded: bytes, format_: str | None, image: HostFile) -> tupl
     name = os.fsdecode(recorded)
     if _PROTOCOL.match(recorded):
         raise RefusedError(
-            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` makes it one)",
+            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` changes it)",
             name=image.name,
         )
     if format_ is None:
