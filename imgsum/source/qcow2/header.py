@@ -187,10 +187,8 @@ def find_snapshot(read: ReadBytes, header: Header, wanted: bytes) -> Snapshot:
 
 def at_snapshot(header: Header, snapshot: Snapshot) -> Header:
     """HEADER with SNAPSHOT's L1 table and size for the active ones: what `qemu-img snapshot -a` would make active."""
-    table = _Table(
-        "snapshot's l1_size", "snapshot's l1_table_offset", snapshot.l1_offset, snapshot.l1_size, 8, _MAX_L1_BYTES
-    )
-    _check_table(table, header.cluster_size)
+    fields = "snapshot's l1_size", "snapshot's l1_table_offset"
+    _check_table(_Table(*fields, snapshot.l1_offset, snapshot.l1_size, 8, _MAX_L1_BYTES), header.cluster_size)
     size = header.size if snapshot.disk_size is None else snapshot.disk_size // 512 * 512
     _check("snapshot's disk_size", size, size <= MAX_SIZE, "too large")
     return header._replace(l1_offset=snapshot.l1_offset, l1_size=snapshot.l1_size, size=size)
