@@ -141,8 +141,7 @@ class Qcow2Reader:
             return
         skip = run.start % size
         key = (layer.number, run.start - skip)
-        whole = self._whole.get(key, size, lambda cluster: self._decompress_whole(layer, run, cluster))
-        part[:] = whole[skip : skip + run.length]
+        self._whole.copy(key, size, skip, part, lambda cluster: self._decompress_whole(layer, run, cluster))
 
     def _decompress_whole(self, layer: _Qcow2Layer, run: Run, cluster: memoryview) -> None:
         try:
