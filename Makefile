@@ -5,6 +5,7 @@ PYTHON ?= /usr/bin/python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_WORKERS ?= auto
+FUZZ_SECONDS ?= 60
 
 TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin iproute2 util-linux e2fsprogs procps
 
@@ -32,6 +33,9 @@ endif
 test: $(VENV)/tested  ## install what the tests need, and run them all
 	@tools/install-packages --optional $(TEST_PACKAGES)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+fuzz: $(VENV)/tested  ## random and damaged qcow2 images against QEMU, for FUZZ_SECONDS
+	$(BIN)/python tests/fuzz_qcow2.py --seconds $(FUZZ_SECONDS)
 
 lint: $(VENV)/linted  ## ruff, its format too
 	$(BIN)/ruff check

@@ -105,22 +105,7 @@ class _Maker:
     def _qcow2(self, name: str, size: int, below: tuple[str, str] | None) -> None:
         rng = self.rng
         cluster_bits = rng.choice((9, 9, 10, 12, 13, 14, 15, 16, 16, 16, 17, 18, 21))
-        options = [f"cluster_size={1 << cluster_bits}"]
-        external = False
-        if rng.random() < 0.15:
-            options.append("compat=0.10")
-        else:
-            if cluster_bits >= 14 and rng.random() < 0.35:
-                options.append("extended_l2=on")
-            if rng.random() < 0.3:
-                options.append("compression_type=zstd")
-            if rng.random() < 0.15:
-                external = True
-                options.append(f"data_file={name}.data")
-                if below is None and rng.random() < 0.5:
-                    options.append("data_file_raw=on")
-            if rng.random() < 0.1 and not external:
-                options.append("lazy_refcounts=on")
+        options, external = self._options(name, cluster_bits, below is not None)
         if below is None or "extended_l2=on" in options:
             kinds = ("off", "off", "off", "metadata", "falloc", "full")
             options.append(f"preallocation={rng.choice(kinds)}")
@@ -133,20 +118,35 @@ class _Maker:
             self._operations(name, size, cluster_size, compress=not external)
             what = rng.random()
             if what < 0.2 and not external:
-                self._run("qemu-img", "snapshot", "-c", f"s{rng.randrange(1000)}", name)
+                self._try("qemu-img", "snapshot", "-c", f"s{rng.randrange(1000)}", name)
             elif what < 0.35:
                 size = self._resized(name, size, size + rng.randrange(1, 1 + self.most // 4) // SECTOR * SECTOR)
             elif what < 0.45:
                 size = self._resized(name, size, rng.randrange(size + 1) // SECTOR * SECTOR)
 
+    def _options(self, name: str, cluster_bits: int, backed: bool) -> tuple[list[str], bool]:
+        """Options of `qemu-img create`, and whether the data is in another file."""
+        rng = self.rng
+        options = [f"cluster_size={1 << cluster_bits}"]
+        if rng.random() < 0.15:
+            return [*options, "compat=0.10"], False
+        if cluster_bits >= 14 and rng.random() < 0.35:
+            options.append("extended_l2=on")
+        if rng.random() < 0.3:
+            options.append("compression_type=zstd")
+        if rng.random() < 0.15:
+            options.append(f"data_file={name}.data")
+            if not backed and rng.random() < 0.5:
+                options.append("data_file_raw=on")
+            return options, True
+        if rng.random() < 0.1:
+            options.append("lazy_refcounts=on")
+        return options, False
+
     def _resized(self, name: str, size: int, wanted: int) -> int:
         """The size after trying to make it WANTED: version 2 with snapshots, and some overlays, can't be resized."""
-        try:
-            self._run("qemu-img", "resize", "-q", "--shrink", "-f", "qcow2", name, str(wanted))
-        except RuntimeError as error:
-            self.story.append(f"refused: {error}")
-            return size
-        return wanted
+        done = self._try("qemu-img", "resize", "-q", "--shrink", "-f", "qcow2", name, str(wanted))
+        return wanted if done else size
 
     def _operations(self, name: str, size: int, cluster_size: int, compress: bool) -> None:
         """Writes, zeroes, discards in one run of qemu-io."""
@@ -234,6 +234,15 @@ class _Maker:
             parts.append(part)
             done += len(part)
         return b"".join(parts)[:length]
+
+    def _try(self, *command: str) -> bool:
+        """Whether QEMU did it. It refuses some things, and has even found its own work to be corrupt."""
+        try:
+            self._run(*command)
+        except RuntimeError as error:
+            self.story.append(f"refused: {error}")
+            return False
+        return True
 
     def _run(self, *command: str) -> None:
         self.story.append(" ".join(command))

@@ -64,8 +64,10 @@ class _Clusters:
         return bool(self._bits[cluster >> 3] >> (cluster & 7) & 1)
 
     def take(self, first: int, count: int, at: int) -> None:
-        """COUNT clusters from FIRST on, for what is needed AT that offset of the content. What is past the end of the
-        file is nobody's: reading it will say so."""
+        """Take COUNT clusters from FIRST on, for what the content needs AT an offset, or refuse.
+
+        What is past the end of the file is nobody's: reading it will say so.
+        """
         end = min(first + count, len(self._bits) * 8)
         while first < end:
             whole = (end >> 3) - (first >> 3)

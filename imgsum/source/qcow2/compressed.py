@@ -8,8 +8,10 @@ a stream says of itself.
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,8 +20,11 @@ from imgsum.errors import FormatError, MissingError
 from imgsum.source.qcow2.header import ZSTD
 from imgsum.units import KIB, MIB
 
-Decompress = Callable[[Iterable[memoryview], memoryview], None]
-"""decompress(stored, cluster): fill all of CLUSTER from the pieces of STORED. Raises FormatError, EndsEarlyError."""
+Stored = Callable[[], Iterable[memoryview]]
+"""stored(): the compressed bytes from their beginning, in pieces. May be called again."""
+
+Decompress = Callable[[Stored, memoryview], None]
+"""decompress(stored, cluster): fill all of CLUSTER. Raises FormatError, or EndsEarlyError, which is one."""
 
 _STEP = 256 * KIB
 """The most output that is asked for at once, as it is a new object each time, and clusters can have 2 MiB."""
@@ -29,6 +34,8 @@ _WINDOW_LOG = 23
 
 
 _KEPT = 4 * MIB  # bytes of whole clusters
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class EndsEarlyError(FormatError):
@@ -44,79 +51,97 @@ def decompressor(compression: int) -> Decompress:
 
 
 class WholeClusters:
-    """The last few clusters that were decompressed for readers which asked for a part, as their neighbours ask for
-    the rest: a cluster can have 2 MiB, and a request 4 KiB. Safe from any thread; nothing is decompressed twice at
-    the same time."""
+    """Clusters that were decompressed for a reader that asked for a part, until the other parts were asked for too.
+
+    A cluster can have 2 MiB, and a request 4 KiB. Safe from any thread; no cluster is decompressed by two of them at
+    the same time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clusters: OrderedDict[tuple[int, int], _Cluster] = OrderedDict()
 
-    def get(self, key: tuple[int, int], size: int, fill: Callable[[memoryview], None]) -> memoryview:
-        """The cluster of KEY, (number of the image, offset), of SIZE bytes, by FILL where it isn't known."""
+    def copy(
+        self, key: tuple[int, int], size: int, start: int, part: memoryview, fill: Callable[[memoryview], None]
+    ) -> None:
+        """Into PART what is at START of the cluster of KEY, which has SIZE bytes, by FILL where it isn't known.
+
+        KEY is (number of the image, offset of the content).
+        """
         with self._lock:
-            cluster = self._clusters.setdefault(key, _Cluster())
-            self._clusters.move_to_end(key)
+            cluster = self._clusters.get(key)
+            if cluster is None:
+                cluster = self._clusters[key] = _Cluster(size)
+            cluster.wanted -= len(part)
+            if cluster.wanted <= 0:
+                del self._clusters[key]
             while len(self._clusters) * size > max(_KEPT, size):
                 self._clusters.popitem(last=False)
         with cluster.lock:
             if cluster.content is None:
-                content = memoryview(bytearray(size))
+                content = memoryview(mmap.mmap(-1, size))  # malloc would keep 2 MiB for each thread for ever
                 fill(content)
                 cluster.content = content
-            return cluster.content
+            part[:] = cluster.content[start : start + len(part)]
 
 
 class _Cluster:
-    __slots__ = ("content", "lock")
+    __slots__ = ("content", "lock", "wanted")
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
         self.content: memoryview | None = None
+        self.wanted = size
+        """Bytes that were not yet asked for, if none is asked for twice."""
 
 
 def _inflate() -> Decompress:
     """By ISA-L where it is installed: 64 KiB clusters of text at 780 MB/s, zlib-ng 560, zlib 350 (one core)."""
     library = _import_inflate()
-    decompressobj, inflate_error = library.decompressobj, library.error
 
-    def inflate(stored: Iterable[memoryview], cluster: memoryview) -> None:
-        stream = decompressobj(-15)  # QEMU writes a window of 12 bits, but reads what needs more
-        done, size = 0, len(cluster)
-        for piece in stored:
-            rest: bytes | memoryview = piece
-            while True:
-                want = min(size - done, _STEP)
-                try:
-                    output = stream.decompress(rest, want)
-                except inflate_error as problem:
-                    raise FormatError(f"compressed cluster: {problem}") from problem
-                cluster[done : done + len(output)] = output
-                done += len(output)
-                if done == size:
-                    return
-                if stream.eof:
-                    raise EndsEarlyError
-                if len(output) < want:
-                    break  # it has eaten this piece
-                rest = stream.unconsumed_tail
-        raise EndsEarlyError
+    def inflate(stored: Stored, cluster: memoryview) -> None:
+        try:
+            _inflate_with(library, stored(), cluster)
+        except library.error:
+            # It refuses a few streams that zlib, and so QEMU, reads: zlib has the last word.
+            try:
+                _inflate_with(zlib, stored(), cluster)
+            except zlib.error as problem:
+                raise FormatError(f"compressed cluster: {problem}") from problem
 
     return inflate
+
+
+def _inflate_with(library: Any, stored: Iterable[memoryview], cluster: memoryview) -> None:
+    """Fill CLUSTER from the pieces of STORED. Raises the library's error, or EndsEarlyError."""
+    stream = library.decompressobj(-15)  # QEMU writes with a window of 12 bits, but reads what needs more
+    done, size = 0, len(cluster)
+    for piece in stored:
+        rest: bytes | memoryview = piece
+        while True:
+            want = min(size - done, _STEP)
+            output = stream.decompress(rest, want)
+            cluster[done : done + len(output)] = output
+            done += len(output)
+            if done == size:
+                return
+            if stream.eof:
+                raise EndsEarlyError
+            if len(output) < want:
+                break  # it has eaten this piece
+            rest = stream.unconsumed_tail
+    raise EndsEarlyError
 
 
 def _zstd() -> Decompress:
     zstd = _import_zstd()
     options = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
-    # A decompressor has blocks of more than 128 KiB, which glibc maps, faults in and unmaps for each cluster until one
-    # larger was freed (mallopt(3), M_MMAP_THRESHOLD): 48 us for 64 KiB of text after this, and 130 without.
-    freed = bytearray(MIB)
-    del freed
+    _keep_freed_blocks()
 
-    def decompress(stored: Iterable[memoryview], cluster: memoryview) -> None:
+    def decompress(stored: Stored, cluster: memoryview) -> None:
         stream = zstd.ZstdDecompressor(options=options)
         done, size = 0, len(cluster)
-        for piece in stored:
+        for piece in stored():
             rest: bytes | memoryview = piece
             while True:
                 # One byte more than fits, at the end, so that the last frame is complete, or seen to be too long.
@@ -145,12 +170,27 @@ def _zstd() -> Decompress:
     return decompress
 
 
+def _keep_freed_blocks() -> None:
+    """Have glibc keep freed blocks of up to 1 MiB for the next that asks, and give larger ones back at once.
+
+    A zstd decompressor has blocks of more than 128 KiB. At first, glibc maps, faults in and unmaps those for each
+    cluster: 130 us for 64 KiB of text, and 48 after this. Its thresholds follow what is freed, until each worker keeps
+    the 2 MiB of the largest clusters: 65 MiB resident in all, and 53 after this (mallopt(3)).
+    """
+    import ctypes  # 3 ms, and only for images with zstd
+
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    mallopt(_M_TRIM_THRESHOLD, 2 * MIB)
+    mallopt(_M_MMAP_THRESHOLD, MIB)
+
+
 def _import_inflate() -> Any:
     try:
         from isal import isal_zlib
     except ImportError:
-        import zlib
-
         return zlib
     return isal_zlib
 

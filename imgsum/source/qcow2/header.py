@@ -133,13 +133,15 @@ def parse(read: ReadBytes) -> Header:
     _check("refcount_table_clusters", refcount_clusters, refcount_clusters > 0, "no table")
     for table in (
         _Table(
-            "refcount_table", "clusters", refcount_offset, refcount_clusters, cluster_size, _MAX_REFCOUNT_TABLE_BYTES
+            "refcount_table_clusters", "refcount_table_offset", refcount_offset, refcount_clusters, cluster_size,
+            _MAX_REFCOUNT_TABLE_BYTES,
         ),
         _Table(
-            "snapshots", "number", snapshots_offset, snapshot_count, _SNAPSHOT.size, _MAX_SNAPSHOTS * _SNAPSHOT.size
+            "nb_snapshots", "snapshots_offset", snapshots_offset, snapshot_count, _SNAPSHOT.size,
+            _MAX_SNAPSHOTS * _SNAPSHOT.size,
         ),
-        _Table("l1_table", "size", l1_offset, l1_size, 8, _MAX_L1_BYTES),
-    ):
+        _Table("l1_size", "l1_table_offset", l1_offset, l1_size, 8, _MAX_L1_BYTES),
+    ):  # fmt: skip
         _check_table(table, cluster_size)
     has_data_file = bool(incompatible & _DATA_FILE)
     raw_but_none = bool(autoclear & _DATA_FILE_RAW) and not has_data_file
@@ -185,8 +187,8 @@ def find_snapshot(read: ReadBytes, header: Header, wanted: bytes) -> Snapshot:
 
 def at_snapshot(header: Header, snapshot: Snapshot) -> Header:
     """HEADER with SNAPSHOT's L1 table and size for the active ones: what `qemu-img snapshot -a` would make active."""
-    table = _Table("snapshot's l1_table", "size", snapshot.l1_offset, snapshot.l1_size, 8, _MAX_L1_BYTES)
-    _check_table(table, header.cluster_size)
+    fields = "snapshot's l1_size", "snapshot's l1_table_offset"
+    _check_table(_Table(*fields, snapshot.l1_offset, snapshot.l1_size, 8, _MAX_L1_BYTES), header.cluster_size)
     size = header.size if snapshot.disk_size is None else snapshot.disk_size // 512 * 512
     _check("snapshot's disk_size", size, size <= MAX_SIZE, "too large")
     return header._replace(l1_offset=snapshot.l1_offset, l1_size=snapshot.l1_size, size=size)
@@ -195,8 +197,8 @@ def at_snapshot(header: Header, snapshot: Snapshot) -> Header:
 class _Table(NamedTuple):
     """What the header says of a table that is elsewhere in the file."""
 
-    name: str
-    unit: str
+    entries_field: str
+    offset_field: str
     offset: int
     entries: int
     entry_size: int
@@ -298,10 +300,10 @@ def _snapshots(read: ReadBytes, header: Header) -> Iterator[Snapshot]:
 
 def _check_table(table: _Table, cluster_size: int) -> None:
     """A table's place: on a cluster boundary, not too large, and within what an offset can say."""
-    name, unit, offset, entries, entry_size, most = table
-    _check(f"{name}_{unit}", entries, entries * entry_size <= most, f"more than {most // entry_size}")
-    _check(f"{name}_offset", offset, offset % cluster_size == 0, f"not a multiple of the cluster size, {cluster_size}")
-    _check(f"{name}_offset", offset, offset + entries * entry_size <= MAX_SIZE, "too large")
+    entries_field, offset_field, offset, entries, entry_size, most = table
+    _check(entries_field, entries, entries * entry_size <= most, f"more than {most // entry_size}")
+    _check(offset_field, offset, offset % cluster_size == 0, f"not a multiple of the cluster size, {cluster_size}")
+    _check(offset_field, offset, offset + entries * entry_size <= MAX_SIZE, "too large")
 
 
 def _check(field: str, value: int, valid: bool, problem: str) -> None:

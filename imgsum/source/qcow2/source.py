@@ -26,24 +26,22 @@ _PROTOCOL = re.compile(rb"[^:/]*:")  # as in QEMU, where `a:b` is b by the proto
 
 
 class NotNativeError(RefusedError):
-    """This image, or one that it refers to, is for QEMU to read."""
+    """The image, or one that it refers to, is for QEMU to read."""
 
 
 class _RawLayer:
-    """A raw backing file. Satisfies Layer: QEMU pads one with zeros to whole sectors, which is what lies past a size."""
+    """A raw backing file. Satisfies Layer. QEMU pads it with zeros to whole sectors, and so does a Layer."""
 
     def __init__(self, file: HostFile) -> None:
         self.file = self.data = file
         self.size = file.size
         self.holes = Holes(file)
 
-    def runs(self, start: int, end: int) -> Iterator[Run]:
+    def runs(self, start: int, end: int) -> Sequence[Run]:
         """See Layer."""
         inside = max(start, min(end, self.size))
-        if start < inside:
-            yield Run(start, inside - start, DATA, start)
-        if inside < end:
-            yield Run(inside, end - inside, ZERO)
+        runs = (Run(start, inside - start, DATA, start), Run(inside, end - inside, ZERO))
+        return runs[start == inside : 2 if inside < end else 1]
 
 
 class _Qcow2Layer:
@@ -114,7 +112,7 @@ class Qcow2Source:
 
 
 class Qcow2Reader:
-    """Fills one worker's buffers: data straight from its file, compressed clusters by decompressing. Satisfies Reader."""
+    """Fills one worker's buffers: data straight from its file, or by decompressing. Satisfies Reader."""
 
     def __init__(self, layers: Sequence[_Qcow2Layer | _RawLayer], whole: WholeClusters) -> None:
         self._layers = layers
@@ -143,12 +141,11 @@ class Qcow2Reader:
             return
         skip = run.start % size
         key = (layer.number, run.start - skip)
-        whole = self._whole.get(key, size, lambda cluster: self._decompress_whole(layer, run, cluster))
-        part[:] = whole[skip : skip + run.length]
+        self._whole.copy(key, size, skip, part, lambda cluster: self._decompress_whole(layer, run, cluster))
 
     def _decompress_whole(self, layer: _Qcow2Layer, run: Run, cluster: memoryview) -> None:
         try:
-            layer.decompress()(self._stored(layer.file, run), cluster)
+            layer.decompress()(lambda: self._stored(layer.file, run), cluster)
         except Error as error:
             if isinstance(error, EndsEarlyError) and run.host + run.stored > layer.file.size:
                 error = TruncatedError(f"truncated: the file ends at byte {layer.file.size}, in a compressed cluster")
@@ -267,7 +264,7 @@ def _backing_file(recorded: bytes, format_: str | None, image: HostFile) -> tupl
     name = os.fsdecode(recorded)
     if _PROTOCOL.match(recorded):
         raise RefusedError(
-            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` makes it one)",
+            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` changes it)",
             name=image.name,
         )
     if format_ is None:
