@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST_WORKERS ?= auto
 FUZZ_SECONDS ?= 60
 
-TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin iproute2 util-linux e2fsprogs procps
+TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin mount util-linux diffutils iproute2
 
 .DEFAULT_GOAL := help
 .PHONY: help checksum test lint types fuzz bench man completions docs dist clean
