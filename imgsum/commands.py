@@ -143,8 +143,11 @@ def _list_ranges(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> b
 
 
 def _print_result(pair: Pair, arguments: Arguments, text: str, **verdict: object) -> None:
+    stats = pair.stats() if arguments.stats else None
     if not arguments.quiet:
-        report.write(report.comparison_json(pair, **verdict) if arguments.json else text)
+        report.write(report.comparison_json(pair, stats, **verdict) if arguments.json else text)
+    if stats and not arguments.json:
+        report.warn(report.stats_text(stats))
 
 
 def _note_sizes(pair: Pair, same: bool) -> None:

@@ -8,13 +8,14 @@ makes ranges of them.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Iterator
 from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from imgsum import differences
-from imgsum.checksums import Watcher
+from imgsum.checksums import Stats, Watcher
 from imgsum.comparison_pieces import Piece, Run, pieces_of_a_stream, pieces_of_two
 from imgsum.content import Content, Image, image_name, open_content
 from imgsum.differences import Range
@@ -84,6 +85,8 @@ class Pair:
         piece_size = min(options.request_size, _LARGEST_PIECE)
         self._run = Run(piece_size, max(1, min(WORKERS, options.queue_size // (2 * piece_size))))
         self._offset, self._length = offset, length
+        self._done = self._bytes_read = self._requests = 0
+        self._started = time.monotonic()
         self._sides: list[Content | Stream] = []
         self._running: Generator[tuple[int, bytes | int], None, None] | None = None
         try:
@@ -107,6 +110,18 @@ class Pair:
         """Bytes of content on each side, at most the length that was asked for; None: a stream that has not ended."""
         first, second = (self._size(side) for side in self._sides)
         return first, second
+
+    def stats(self) -> Stats:
+        """What it took so far, for both sides together."""
+        first, second = (side.source if isinstance(side, Content) else side for side in self._sides)
+        return Stats(
+            self._bytes_read,
+            2 * self._done - self._bytes_read,
+            self._run.extents,
+            self._requests,
+            time.monotonic() - self._started,
+            {**first.facts(), **{f"second_{key}": value for key, value in second.facts().items()}},
+        )
 
     def differences(self, *, strict: bool = False, watcher: Watcher | None = None) -> Iterator[Range]:
         """Every range that differs, in order and lazily. STRICT: the longer image's rest differs, whatever it is."""
@@ -160,9 +175,12 @@ class Pair:
                 for piece in pool.run(self._pieces()):
                     if piece.error is not None:
                         raise piece.error
+                    self._done += piece.length
+                    self._bytes_read += piece.bytes_read
+                    self._requests += piece.requests
                     yield from piece.maps()
                     if watcher:
-                        watcher.advance(piece.start + piece.length - self._offset)
+                        watcher.advance(self._done)
         finally:
             self._run.stopped = True
             if watcher:

@@ -23,7 +23,7 @@ _STRETCH = 64 * MIB  # of data extents that are merged before they are laid over
 class Run:
     """What the pieces of one comparison have in common, and how it goes."""
 
-    __slots__ = ("most", "piece_size", "stopped", "stream_ended", "strict", "workers")
+    __slots__ = ("extents", "most", "piece_size", "stopped", "stream_ended", "strict", "workers")
 
     def __init__(self, piece_size: int, workers: int) -> None:
         self.piece_size = piece_size
@@ -36,12 +36,14 @@ class Run:
         self.stopped = False
         """Nobody wants more: what is left in the queue is not read."""
         self.stream_ended = False
+        self.extents = 0
+        """Of both sides, as the sources tell them."""
 
 
 def pieces_of_two(run: Run, first: Content, second: Content) -> Iterator[Piece]:
     """The pieces of two images, in order. Zeros against zeros are never read."""
     end = max(first.end, second.end)
-    for start, length, zeros in overlay(_extents(first, end), _extents(second, end)):
+    for start, length, zeros in overlay(_extents(run, first, end), _extents(run, second, end)):
         if run.strict and start >= min(first.end, second.end):
             yield Piece(start, length, all_differ=True)
         else:
@@ -58,7 +60,7 @@ def pieces_of_a_stream(run: Run, stream: Stream, other: Content, length: int | N
     for _ in range(run.workers):
         buffers.put(memoryview(page_aligned(run.piece_size)))
     skip_stream(stream, other.start, buffers)
-    expected = cut(_extents(other, other.end), run.piece_size)
+    expected = cut(_extents(run, other, other.end), run.piece_size)
     if length is None:  # a longer stream goes on against zeros
         expected = chain(expected, cut([Extent(other.end, MAX_SIZE - other.end, True)], run.piece_size))
     for extent in expected:
@@ -101,7 +103,7 @@ def _reads(run: Run, start: int, length: int, sides: Sequence[Content | None]) -
 class Piece(pipeline.Piece):
     """Some content of both, from `start` of the images. As such: what needs no reading."""
 
-    __slots__ = ("_maps", "length", "start")
+    __slots__ = ("_maps", "bytes_read", "length", "requests", "start")
 
     has_work = False
 
@@ -110,6 +112,16 @@ class Piece(pipeline.Piece):
         self.start = start
         self.length = length
         self._maps: Sequence[tuple[int, bytes | int]] = [(start, length)] if all_differ else ()
+        self.bytes_read = self.requests = 0
+
+    def read(self, side: Content, worker: Worker, buffer: memoryview) -> None:
+        """Fill BUFFER with SIDE's content. Raises an imgsum.Error."""
+        try:
+            self.requests += side.read(worker, self.start, buffer)
+        except Error as error:
+            error.image = side.source.name
+            raise error.about(side.source.name) from error.__cause__
+        self.bytes_read += self.length
 
     def differ(self, first: memoryview, second: memoryview | None, most: int | None) -> None:
         """Keep maps, MOST of them at most, of where FIRST and SECOND (None: zeros) differ.
@@ -147,7 +159,7 @@ class ReadPiece(Piece):
         for side in self.sides:
             if side is not None:
                 buffer = worker.buffer(self.run.piece_size, which=len(read))[: self.length]
-                _read(side, worker, self.start, buffer)
+                self.read(side, worker, buffer)
                 read.append(buffer)
         self.differ(read[0], read[1] if len(read) == 2 else None, self.run.most)
 
@@ -173,6 +185,7 @@ class StreamPiece(Piece):
         self.buffer = buffer
         self.buffers = buffers
         self.other = other
+        self.bytes_read, self.requests = length, min(length, 1)
 
     def work(self, worker: Worker) -> None:
         """See pipeline.Piece."""
@@ -182,23 +195,21 @@ class StreamPiece(Piece):
             buffer = None
             if self.other is not None:
                 buffer = worker.buffer(self.run.piece_size)[: self.length]
-                _read(self.other, worker, self.start, buffer)
+                self.read(self.other, worker, buffer)
             self.differ(self.buffer[: self.length], buffer, self.run.most)
         finally:
             self.buffers.put(self.buffer)
 
 
-def _read(side: Content, worker: Worker, start: int, buffer: memoryview) -> None:
-    try:
-        side.read(worker, start, buffer)
-    except Error as error:
-        error.image = side.source.name
-        raise error.about(side.source.name) from error.__cause__
-
-
-def _extents(content: Content, end: int) -> Iterator[Extent]:
+def _extents(run: Run, content: Content, end: int) -> Iterator[Extent]:
     """The extents of CONTENT, aligned and merged, and then, up to END, zeros."""
-    aligned = align(content.extents(), _ALIGNMENT, content.start, content.end)
+
+    def counted() -> Iterator[Extent]:
+        for extent in content.extents():
+            run.extents += 1
+            yield extent
+
+    aligned = align(counted(), _ALIGNMENT, content.start, content.end)
     yield from coalesce(aligned, _STRETCH, ZERO_PIECE)
     if end > content.end:
         yield Extent(content.end, end - content.end, True)

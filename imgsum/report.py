@@ -165,13 +165,14 @@ def range_json(start: int, length: int) -> str:
     return f'{{"schema": {SCHEMA}, "start": {start}, "length": {length}}}'
 
 
-def comparison_json(pair: Pair, **verdict: object) -> str:
+def comparison_json(pair: Pair, stats: Stats | None, **verdict: object) -> str:
     """What became of PAIR as one JSON object: VERDICT, and its images."""
     images = [
         {**name_record(name), "size": size, "format": image_format}
         for name, size, image_format in zip(pair.names, pair.sizes, pair.formats, strict=True)
     ]
-    return to_json({"schema": SCHEMA, **verdict, "images": images})
+    record = {"schema": SCHEMA, **verdict, "images": images}
+    return to_json({**record, "stats": stats_record(stats)} if stats else record)
 
 
 def name_record(name: str) -> dict[str, object]:

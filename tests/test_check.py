@@ -122,7 +122,7 @@ def test_every_name_comes_back(imgsum: Imgsum, here: Path, options: tuple[str, .
         (here / os.fsdecode(name)).write_bytes(GOOD.ljust(512, b"\0"))
     env = {"LC_ALL": locale}
     made = imgsum("checksum", *options, "--", *names, env=env)
-    assert (made.errors.count("\n"), made.status) == (len(names) if "--stats" in options else 0, 0) or made.status == 0
+    assert made.status == 0, made.errors
     zero = ["-z"] if "-z" in options else []
     ended = imgsum("check", *zero, stdin=made.stdout, env=env)
     assert ended.status == 0, ended.errors

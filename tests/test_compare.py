@@ -521,3 +521,16 @@ def test_odd_ends_against_a_server_that_insists_on_blocks(
     ended = imgsum("compare", "--all", *extra, *server, "short")
     assert ended.text.startswith("differs: offset 150000, 2 bytes\n")
     assert ended.status == 1
+
+
+def test_stats(imgsum: Imgsum, here: Path) -> None:
+    reference.write("1m:R 2m:- 1m:R", here / "a")
+    reference.write("1m:R 2m:- 1m:R", here / "b", holes=False)
+    stats = json.loads(imgsum("compare", "--json", "--stats", "a", "b").stdout)["stats"]
+    assert (stats["bytes_read"], stats["zero_bytes"], stats["requests"]) == (6 * MIB, 2 * MIB, 6)
+    assert (stats["extents"], stats["cache"], stats["second_cache"]) == (4, "writeback", "writeback")
+    ended = imgsum("compare", "--stats", "a", "b")
+    assert ended.text == "images are identical\n"
+    assert ended.errors.startswith("imgsum: read 6.0 MiB in 6 requests, skipped 2.0 MiB of zeros, 4 extents, ")
+    stats = json.loads(imgsum("compare", "--json", "--stats", "a", "-", stdin=b"").stdout)["stats"]
+    assert stats["bytes_read"] < 2 * MIB
