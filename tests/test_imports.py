@@ -25,6 +25,7 @@ LAYERS = [
     {"imgsum.comparison"},
     {"imgsum.report"},
     {"imgsum.progress"},
+    {"imgsum.option_groups"},
     {"imgsum.options"},
     {"imgsum.commands"},
     {"imgsum.cli"},
