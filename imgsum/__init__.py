@@ -16,10 +16,11 @@ TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 
 if TYPE_CHECKING:
     from imgsum.checking import Report, Verdict, check
-    from imgsum.checksums import Checksum, Stats, checksum
+    from imgsum.checksums import checksum
     from imgsum.comparison import Comparison, compare
     from imgsum.differences import Range
     from imgsum.errors import Error
+    from imgsum.job import Checksum, Stats
     from imgsum.source import OpenOptions
 
 __all__ = [
@@ -40,13 +41,13 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checksum": "checksums",
+    "Checksum": "job",
     "Comparison": "comparison",
     "Error": "errors",
     "OpenOptions": "source",
     "Range": "differences",
     "Report": "checking",
-    "Stats": "checksums",
+    "Stats": "job",
     "Verdict": "checking",
     "check": "checking",
     "checksum": "checksums",

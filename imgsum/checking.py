@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from imgsum import blkhash
 from imgsum.blkhash import Construction
-from imgsum.checksums import Checksum, Task, Watcher, checksum_tasks
+from imgsum.checksums import Task, Watcher, checksum_tasks
 from imgsum.errors import Error, MismatchError, OpenError, RefusedError, os_error_reason
+from imgsum.job import Checksum
 from imgsum.source import OpenOptions, is_nbd_uri, is_stream
 from imgsum.source.stream import stream_descriptor
 from imgsum.sums import Line, MalformedError, parse_line, read_lines

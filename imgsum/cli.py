@@ -62,7 +62,8 @@ def run(argv: list[str]) -> int:
 
 def _checksum(arguments: Arguments) -> int:
     from imgsum import blkhash, report
-    from imgsum.checksums import Checksum, checksum_images
+    from imgsum.checksums import checksum_images
+    from imgsum.job import Checksum
 
     how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
     names = arguments.names or ["-"]

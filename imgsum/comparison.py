@@ -15,11 +15,12 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from imgsum import differences
-from imgsum.checksums import Stats, Watcher
+from imgsum.checksums import Watcher, buffers_in_flight
 from imgsum.comparison_pieces import Piece, Run, pieces_of_a_stream, pieces_of_two
 from imgsum.content import Content, Image, image_name, open_content
 from imgsum.differences import Range
 from imgsum.errors import Error, UsageError
+from imgsum.job import Stats
 from imgsum.pipeline import WORKERS, Pipeline
 from imgsum.source import OpenOptions, is_stream
 from imgsum.source.stream import Stream
@@ -83,7 +84,7 @@ class Pair:
             raise UsageError("both images are streams: only one of them can be")
         self.names = image_name(first), image_name(second)
         piece_size = min(options.request_size, _LARGEST_PIECE)
-        self._run = Run(piece_size, max(1, min(WORKERS, options.queue_size // (2 * piece_size))))
+        self._run = Run(piece_size, buffers_in_flight(WORKERS, 2 * piece_size, options))
         self._offset, self._length = offset, length
         self._done = self._bytes_read = self._requests = 0
         self._started = time.monotonic()

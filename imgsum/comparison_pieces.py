@@ -8,10 +8,11 @@ from itertools import chain, islice, takewhile
 from queue import SimpleQueue
 
 from imgsum import differences, pipeline
-from imgsum.checksums import ZERO_PIECE, is_zero
+from imgsum.checksums import ZERO_PIECE
 from imgsum.content import Content, skip_stream
 from imgsum.errors import Error, ReadError
 from imgsum.extent import Extent, align, coalesce, cut, overlay
+from imgsum.job import is_zero
 from imgsum.pipeline import Worker, page_aligned
 from imgsum.source.stream import Stream
 from imgsum.units import KIB, MAX_SIZE, MIB

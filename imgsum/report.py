@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from imgsum.checking import Tally, Verdict
-    from imgsum.checksums import Checksum, Stats
     from imgsum.comparison import Pair
+    from imgsum.job import Checksum, Stats
 
 SCHEMA = 1
 

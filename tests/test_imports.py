@@ -20,6 +20,7 @@ LAYERS = [
     {"imgsum.content"},
     {"imgsum.digest"},
     {"imgsum.blkhash"},
+    {"imgsum.job"},
     {"imgsum.checksums", "imgsum.differences", "imgsum.sums"},
     {"imgsum.checking", "imgsum.comparison_pieces"},
     {"imgsum.comparison"},

@@ -15,8 +15,7 @@ from conftest import Imgsum
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from imgsum import Checksum, blkhash, report
-from imgsum.checksums import Stats
+from imgsum import Checksum, Stats, blkhash, report
 from imgsum.errors import Error
 from imgsum.sums import LONGEST_LINE, Line, MalformedError, parse_line, read_lines
 
