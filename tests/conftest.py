@@ -127,6 +127,15 @@ def mounted(root: None, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that the command runs in."""
+    root = str(Path(__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def no_leak() -> Iterator[None]:
     """Every thread, descriptor and child that the test's body made is gone when it ends."""
     before = _held()
