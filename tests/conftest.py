@@ -64,7 +64,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def image_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
     """The same on a tmpfs, where gigabytes of a hole can be read without filling the page cache with zeros."""
     memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
+    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < reference.GIB:  # containers have 64 MiB
         yield _image_maker(tmp_path_factory.mktemp("images"))
         return
     with tempfile.TemporaryDirectory(dir=memory) as directory:
@@ -124,6 +124,15 @@ def mounted(root: None, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
             return directory
 
         yield mount
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that the command runs in."""
+    root = str(Path(__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

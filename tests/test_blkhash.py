@@ -138,10 +138,14 @@ def test_zero_runs_are_the_same_as_zero_blocks(parts: list[int | bytes]) -> None
 def test_a_huge_zero_run_allocates_little() -> None:
     import tracemalloc
 
+    size = 1024 * GIB
     state = blkhash.BlkHash(blkhash.construction("blkhash", "xxh64"))
     tracemalloc.start()
     try:
-        state.zero((1024 * GIB) // (64 * KIB))
+        state.zero(size // (64 * KIB))
         assert tracemalloc.get_traced_memory()[1] < MIB
     finally:
         tracemalloc.stop()
+    new = reference.HASHES["xxh64"]
+    digests = new(bytes(64 * KIB)).digest() * (size // (64 * KIB))
+    assert state.finish(size) == new(digests + size.to_bytes(8, "little")).hexdigest()

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import reference
 from conftest import HANG
-from fakes import FakeSource, fail_at
+from fakes import FakeReader, FakeSource, fail_at
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import KIB, MIB
 
 from imgsum import Checksum, OpenOptions, blkhash, checksum
-from imgsum.checksums import checksum_images
+from imgsum.checksums import block_digests, checksum_images, is_zero
 from imgsum.errors import ChangedError, Error, OpenError, ReadError
 from imgsum.extent import Extent
 
@@ -236,6 +236,51 @@ def test_no_extents_reads_everything(opens: Opens) -> None:
     assert result.hexdigest == reference.blkhash(source.content)
     assert sorted(source.reads) == [(0, MIB), (MIB, MIB), (2 * MIB, MIB)]
     assert result.stats.zero_bytes == 0
+
+
+def test_buffers_begin_on_a_page(opens: Opens) -> None:
+    import ctypes
+
+    addresses: list[int] = []
+
+    class Reader(FakeReader):
+        def read(self, offset: int, buffer: memoryview) -> None:
+            addresses.append(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+            super().read(offset, buffer)
+
+    source = opens["fake"] = FakeSource(reference.content("5m:R 100:A"))
+    source.reader = lambda: Reader(source)  # type: ignore[method-assign]
+    assert checksum("fake").hexdigest == reference.blkhash(source.content)
+    assert len(addresses) == 6
+    assert all(address % 4096 == 0 for address in addresses)
+
+
+def test_zero_blocks_in_data_are_not_hashed() -> None:
+    hashed: list[int] = []
+    real = blkhash.construction("blkhash", "sha1", 64 * KIB)
+
+    def new(data: bytes | memoryview = b"") -> Any:
+        hashed.append(len(data))
+        return real.algorithm.new(data)
+
+    counting = real._replace(algorithm=real.algorithm._replace(new=new))
+    content = reference.content("64k:0 64k:A 63k:0 1k:A 128k:0 100:0")
+    zero = reference.HASHES["sha1"](bytes(64 * KIB)).digest()
+    digests = block_digests(memoryview(content), counting, zero)
+    assert digests == b"".join(
+        reference.HASHES["sha1"](block).digest() for block in reference.blocks(content, 64 * KIB)
+    )
+    assert hashed == [64 * KIB, 64 * KIB, 100]
+
+
+@pytest.mark.parametrize("length", [1, 511, 512, 65535, 65536, 65537, 3 * MIB])
+def test_is_zero(length: int) -> None:
+    content = bytearray(length)
+    assert is_zero(memoryview(content))
+    for at in {0, length // 2, length - 1}:
+        content[at] = 1
+        assert not is_zero(memoryview(content))
+        content[at] = 0
 
 
 @pytest.mark.parametrize("request_size", [4 * KIB, 16 * KIB, 64 * KIB, 2 * MIB])

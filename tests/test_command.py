@@ -22,15 +22,6 @@ SUM_A = reference.blkhash(b"A" * 512)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory that the command runs in."""
-    root = str(Path(__file__).parent.parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def disk(here: Path) -> str:
     (here / "disk.raw").write_bytes(b"A" * 512)
     return "disk.raw"

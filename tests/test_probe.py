@@ -130,6 +130,19 @@ def test_a_stream_that_begins_so_is_refused(magic: bytes, imgsum: Callable[..., 
     assert (stdout, status) == (f"{reference.blkhash(content)}  -\n".encode(), 0)
 
 
+@pytest.mark.parametrize("size", [512, 4096, 1 << 20, (1 << 20) + 512, 3 << 20])
+def test_a_stream_that_ends_so_is_refused(size: int, imgsum: Callable[..., object]) -> None:
+    """And one that has such a piece anywhere else is not, wherever the pieces that it is read in end."""
+    for magic, name in TAILS:
+        content = bytes(size - 512) + magic.ljust(512, b"\0")
+        stdout, stderr, status = imgsum("checksum", stdin=content)
+        assert (stdout, status) == (b"", 2)
+        assert f"is a {name} image".encode() in stderr
+        if size > 512:
+            content += b"\0"
+            assert imgsum("checksum", "-q", stdin=content) == (f"{reference.blkhash(content)}  -\n".encode(), b"", 0)
+
+
 def test_a_stream_that_does_not_is_read(imgsum: Callable[..., object]) -> None:
     for content in (b"QFI", b"QFI\xfb", b"conecti", b"x" * 100_000, b"\0" * 600):
         assert imgsum("checksum", stdin=content)[::2] == (f"{reference.blkhash(content)}  -\n".encode(), 0)

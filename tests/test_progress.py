@@ -110,6 +110,18 @@ class TestBar:
         assert text[-1] == "\r\x1b[K"
         assert "\n" not in "".join(text)
 
+    def test_to_the_letter(self) -> None:
+        clock, text = Clock(), []
+        bar = Bar(text.append, 80, 0.0, clock)
+        bar.begin("disk.raw", 4 * MIB)
+        clock.now += 60
+        bar.advance(3 * MIB)
+        assert text == [f"\rdisk.raw [{'#' * 30}{'.' * 10}]  75%  51.2 KiB/s  0:20 left\x1b[K"]
+        bar.begin("-", None)
+        clock.now += 1024
+        bar.advance(MIB)
+        assert text[1:] == ["\r-  1.0 MiB  1.0 KiB/s\x1b[K"]
+
     def test_a_short_job_draws_nothing(self) -> None:
         assert self.drawn(80, patience=60) == []
 

@@ -311,6 +311,22 @@ def test_o_direct_is_used(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags == {0}
 
 
+def test_aligned_direct_reads_need_no_copy(image: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from imgsum.source.file import HostFile
+
+    copied: list[tuple[int, int]] = []
+    real = HostFile._read_unaligned
+
+    def spy(file: HostFile, offset: int, buffer: memoryview) -> int:
+        copied.append((offset, len(buffer)))
+        return real(file, offset, buffer)
+
+    monkeypatch.setattr(HostFile, "_read_unaligned", spy)
+    size = 3 * MIB + 100
+    check(image(f"{size}:R"), f"{size}:R", direct=True, format="raw")
+    assert copied in ([(3 * MIB, 100), (size, 1)], [])  # the tail, and whether that is the end
+
+
 def test_where_the_file_system_refuses_o_direct(mounted: Callable[[str], Path]) -> None:
     path = mounted("ramfs") / "disk.raw"
     reference.write(SPEC, path)

@@ -75,11 +75,15 @@ def test_a_signal_while_waiting_for_a_fifos_writer(tmp_path: Path, imgsum: Imgsu
 
 
 def _wait_until_asleep(running: Running) -> None:
-    """Until it blocks in open() of a FIFO."""
-    for _ in range(int(HANG / 0.05)):
-        if "wait_for_partner" in Path(f"/proc/{running.process.pid}/wchan").read_text():
+    """Until it sleeps and goes on sleeping, as in open() of a FIFO that nobody writes to."""
+    asleep = 0
+    for _ in range(int(HANG / 0.02)):
+        state = Path(f"/proc/{running.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+        if asleep == 20:
             return
-        time.sleep(0.05)
+        time.sleep(0.02)
+    pytest.fail("it does not wait")
 
 
 STUCK = """

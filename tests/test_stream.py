@@ -240,9 +240,9 @@ def test_what_is_in_flight_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- through the command ------------------------------------------------------------------------------------------
 
 
-def in_bash(script: str, **options: object) -> subprocess.CompletedProcess[str]:
+def in_bash(script: str) -> subprocess.CompletedProcess[str]:
     command = f'imgsum() {{ {shlex.quote(sys.executable)} -m imgsum "$@"; }}; {script}'
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=HANG, check=False, **options)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def test_process_substitution(image: Callable[..., Path]) -> None:
@@ -264,9 +264,9 @@ def test_dev_null_is_empty() -> None:
 
 
 @pytest.mark.parametrize("more", ["", "a.raw"])
-def test_closed_standard_input_is_an_error(more: str, tmp_path: Path) -> None:
-    reference.write("100:A", tmp_path / "a.raw")
-    result = in_bash(f"cd {tmp_path} && imgsum checksum -q {more} - <&-", env={**os.environ, "PYTHONPATH": os.getcwd()})
+def test_closed_standard_input_is_an_error(more: str, here: Path) -> None:
+    reference.write("100:A", here / "a.raw")
+    result = in_bash(f"imgsum checksum -q {more} - <&-")
     assert result.stdout == (f"{reference.blkhash(b'A' * 100)}  a.raw\n" if more else "")
     assert "imgsum: -: bad file descriptor" in result.stderr
     assert result.returncode == 2
