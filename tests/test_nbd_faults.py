@@ -21,6 +21,7 @@ from reference import KIB, MIB
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import Error, FormatError, OpenError, ReadError
+from imgsum.source.connection import Connection
 
 if TYPE_CHECKING:
     from nbdservers import Servers
@@ -308,6 +309,17 @@ def silent(short_path: Path) -> Any:
 def test_a_listener_that_never_speaks(silent: str) -> None:
     with pytest.raises(OpenError, match=r"was not ready within 0.1 seconds"):
         export(silent, connect_timeout=0.1)
+
+
+def test_a_handshake_that_is_over_at_once(short_path: Path) -> None:
+    """On a busy machine libnbd may get through all of it in the call that only begins to connect."""
+    with FakeNbd(short_path, CONTENT) as server:
+        connection = Connection(lambda handle: handle.connect_uri(server.uri), ask_extents=True, io_timeout=HANG)
+        connection.connect(HANG)
+        buffer = bytearray(4096)
+        connection.read(0, memoryview(buffer))
+        assert buffer == CONTENT[:4096]
+        connection.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -77,6 +77,7 @@ class Connection:
         deadline = time.monotonic() + timeout
         try:
             self._begin(deadline, timeout)
+            self._ready = self.handle.aio_is_ready()  # libnbd went on as long as it need not wait: perhaps to the end
             while not self._ready:
                 self._move(deadline, f"the NBD server was not ready within {timeout:g} seconds")
         except self._nbd_error as error:
@@ -106,7 +107,11 @@ class Connection:
         threading.Thread(target=self._pump, name="nbd-pump", daemon=True).start()
 
     def _pump(self) -> None:
-        """Move the state machine until the connection ends."""
+        """Move the state machine until the connection ends.
+
+        libnbd calls back from here, then, and never from the main thread. It prints and forgets what is raised in a
+        callback: there, that could be the exception of a signal.
+        """
         try:
             while True:
                 self._move(None, "")
@@ -190,6 +195,7 @@ class Connection:
                 self._check_alive(libnbd.words(error))
                 raise
             self._requests[cookie] = request
+            self._finish()  # with TLS, what is read already may have been an answer
             # The pump may be waiting for something else, and not until this request's deadline.
             if self._shared and (timeout is not None or self.handle.aio_get_direction() & ~self._polled):
                 os.eventfd_write(self._wake, 1)
@@ -237,7 +243,7 @@ class Connection:
                 raise OpenError(late)
 
     def _step(self, direction: int, events: int) -> None:
-        """Let libnbd do what EVENTS of poll(2) make possible, and wake those whose requests are done by that."""
+        """Let libnbd do what EVENTS of poll(2) make possible."""
         try:
             if direction & _READ and events & ~select.POLLOUT:
                 self.handle.aio_notify_read()
@@ -249,6 +255,10 @@ class Connection:
         self._check_alive("the NBD server closed the connection")
         if not self._ready:
             self._ready = self.handle.aio_is_ready()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wake those whose requests are done. Called with the lock held."""
         while self._requests and (cookie := self.handle.aio_peek_command_completed()):
             request = self._requests.pop(cookie)
             try:

@@ -6,8 +6,7 @@ The protocol: doc/proto.md of https://github.com/NetworkBlockDevice/nbd. libnbd 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, NamedTuple
 
 from imgsum.errors import ChangedError, FormatError, OpenError, UsageError
@@ -37,10 +36,6 @@ _FEW_QUESTIONS, _WORTH_ASKING = 1000, 64 * KIB
 """After some questions, an answer must on average be about so many bytes: reading as many is no slower than asking."""
 _MANY_EXTENTS = 16 * KIB
 """An answer with more extents halves the next question, one with a lot less doubles it."""
-
-
-_Answers = SimpleQueue[list[int] | None | Exception]
-_Questions = SimpleQueue[tuple[int, int, _Answers] | None]
 
 
 class Limits(NamedTuple):
@@ -94,7 +89,6 @@ class NbdSource:
         self._connections: list[Connection] = []
         self._closed = False
         self._readers = 0
-        self._questions: _Questions | None = None
         try:
             self._first = self._connect(options.connect_timeout, ask_extents=options.extents)
             handle = self._first.handle
@@ -142,7 +136,7 @@ class NbdSource:
         minimum = self._limits.minimum
         at = start - start % minimum
         length = min(-(-(end - at) // minimum) * minimum, self.size - at)
-        entries = self._ask_elsewhere(at, length)
+        entries = self._first.block_status(at, length)
         # In pairs; iter() twice over one iterator, so that no second list is made.
         numbers = iter(entries or ())
         for count, flags in zip(numbers, numbers, strict=False):
@@ -154,22 +148,6 @@ class NbdSource:
             at += count
             if at >= end:
                 return
-
-    def _ask_elsewhere(self, offset: int, length: int) -> list[int] | None:
-        """The first connection's block_status(), called in a thread of its own.
-
-        libnbd calls back into Python with the answer, and prints and forgets what is raised there. In the main thread
-        that can be the exception of a signal: the signal would be lost.
-        """
-        if self._questions is None:
-            self._questions = SimpleQueue()
-            Thread(target=_answer, args=(self._first, self._questions), name="nbd-extents", daemon=True).start()
-        answers: _Answers = SimpleQueue()
-        self._questions.put((offset, length, answers))
-        answer = answers.get()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
     def reader(self) -> NbdReader:
         """See Source. Opens a connection where this is the first worker to use it, or shares one."""
@@ -224,18 +202,6 @@ class NbdSource:
             connections, self._connections = self._connections, []
         for connection in connections:
             connection.close()
-        if self._questions is not None:
-            self._questions.put(None)
-
-
-def _answer(connection: Connection, questions: _Questions) -> None:
-    """Ask CONNECTION each of QUESTIONS, until one is None."""
-    while (question := questions.get()) is not None:
-        offset, length, answers = question
-        try:
-            answers.put(connection.block_status(offset, length))
-        except Exception as error:  # whatever it is, the thread that waits must hear of it
-            answers.put(error)
 
 
 class _Slot:

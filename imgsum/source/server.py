@@ -146,8 +146,13 @@ def _uninterrupted(function: Callable[[], T]) -> T:
         except Exception as error:
             outcomes.put(error)
 
-    Thread(target=run, name="uninterrupted", daemon=True).start()
-    outcome = outcomes.get()
+    thread = Thread(target=run, name="uninterrupted", daemon=True)
+    thread.start()
+    try:
+        outcome = outcomes.get()
+    except BaseException:
+        thread.join()
+        raise
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
