@@ -33,6 +33,7 @@ _EXT_BACKING_FORMAT = 0xE2792ACA
 _EXT_FEATURE_NAMES = 0x6803F857
 _EXT_DATA_FILE = 0x44415441
 
+_MAX_EXTENSIONS = 1024  # QEMU has no limit, and writes 4; a header of 2 MiB has room for 262144
 _MAX_L1_BYTES = 32 * MIB
 _MAX_REFCOUNT_TABLE_BYTES = 8 * MIB
 _MAX_SNAPSHOTS = 65536
@@ -217,8 +218,10 @@ def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
     backing_format = data_file = None
     feature_names = b""
     raw = read(0, end)
-    at = start
+    at, count = start, 0
     while at < end:
+        count += 1
+        _check("the number of header extensions", count, count <= _MAX_EXTENSIONS, "too many")
         _require(raw, min(at + 8, end), "a header extension")
         kind, length = int.from_bytes(raw[at : at + 4], "big"), int.from_bytes(raw[at + 4 : at + 8], "big")
         at += 8

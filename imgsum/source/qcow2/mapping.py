@@ -54,13 +54,13 @@ class Layer(Protocol):
 
 
 def resolve(layers: Sequence[Layer], start: int, end: int) -> Iterator[tuple[int, Run]]:
-    """The runs of START..END of a chain, each with the index in LAYERS of the image that has it; none is UNALLOCATED.
+    """The runs of START..END, which may be empty, each with the index of the layer that has it; none is UNALLOCATED.
 
     What an image has not allocated is looked up in the next one, range by range, so that a short image in the middle
     hides what a longer one below it has past its end, as in QEMU. Not recursive: chains can be deep.
     """
     below = len(layers) - 1
-    stack = [iter(layers[0].runs(start, end))]
+    stack = [iter(layers[0].runs(start, end))] if start < end else []
     while stack:
         depth = len(stack) - 1
         for run in stack[-1]:
