@@ -41,7 +41,7 @@ _MAX_SNAPSHOT_TABLE_BYTES = 64 * MIB
 _MAX_SNAPSHOT_EXTRA = 1024
 _MAX_BACKING_NAME = 1023
 _MAX_BACKING_FORMAT = 15
-_MAX_DATA_FILE_NAME = 4 * KIB
+_MAX_PATH = 4 * KIB
 
 
 class Header(NamedTuple):
@@ -235,8 +235,8 @@ def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
             _check("the length of the backing format's name", length, length <= _MAX_BACKING_FORMAT, "too long")
             backing_format = _c_string(raw[at : at + length]).decode("ascii", "backslashreplace")
         elif kind == _EXT_DATA_FILE:
-            _check("the length of the data file's name", length, length <= _MAX_DATA_FILE_NAME, "too long")
             data_file = _c_string(raw[at : at + length])
+            _check("the length of the data file's name", len(data_file), len(data_file) <= _MAX_PATH, "too long")
         elif kind == _EXT_FEATURE_NAMES:
             feature_names = raw[at : at + length]
         at += -(-length // 8) * 8

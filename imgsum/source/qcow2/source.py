@@ -14,7 +14,8 @@ from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
 from imgsum.source.qcow2.audit import refuse_double_use
 from imgsum.source.qcow2.compressed import Decompress, EndsEarlyError, WholeClusters, decompressor
 from imgsum.source.qcow2.header import Header, at_snapshot, find_snapshot, parse
-from imgsum.source.qcow2.mapping import COMPRESSED, DATA, ZERO, Mapping, Run, TableCache, resolve
+from imgsum.source.qcow2.mapping import COMPRESSED, DATA, ZERO, Mapping, Run, resolve
+from imgsum.source.qcow2.tables import TableCache
 from imgsum.units import KIB
 
 MAX_LAYERS = 200
