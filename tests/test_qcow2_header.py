@@ -155,7 +155,7 @@ class TestExtensions:
             (struct.pack(">II", 0x11111111, CLUSTER), "length of header extension 0x11111111 is 65536"),
             (struct.pack(">II", 0x11111111, 0x7FFFFFFF), "length of header extension 0x11111111 is 2147483647"),
             (struct.pack(">II", BACKING_FORMAT, 16) + bytes(16), "the length of the backing format's name is 16"),
-            (struct.pack(">II", DATA_FILE, 5000) + bytes(5000), "the length of the data file's name is 5000"),
+            (struct.pack(">II", DATA_FILE, 5000) + b"x" * 5000, "the length of the data file's name is 5000"),
         ],
     )
     def test_lengths(self, raw: bytes, message: str) -> None:

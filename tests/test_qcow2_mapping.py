@@ -13,7 +13,8 @@ from qcow2_build import ZERO as ZERO_FLAG
 
 from imgsum.errors import FormatError, TruncatedError
 from imgsum.source.qcow2.header import parse
-from imgsum.source.qcow2.mapping import COMPRESSED, DATA, UNALLOCATED, ZERO, Mapping, Run, TableCache, resolve
+from imgsum.source.qcow2.mapping import COMPRESSED, DATA, UNALLOCATED, ZERO, Mapping, Run, resolve
+from imgsum.source.qcow2.tables import TableCache
 
 SECTOR = 512
 HUGE = 1 << 62  # files that nothing lies past the end of

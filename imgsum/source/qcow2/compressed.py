@@ -33,6 +33,8 @@ _WINDOW_LOG = 23
 """zstd windows of up to 8 MiB, which RFC 8878 wants decoders to support and encoders not to exceed."""
 
 
+_MAX_FRAMES = 1024  # zstd frames of a cluster; each costs 20 us, also one of no content, and writers make one
+
 _KEPT = 4 * MIB  # bytes of whole clusters
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -140,7 +142,7 @@ def _zstd() -> Decompress:
 
     def decompress(stored: Stored, cluster: memoryview) -> None:
         stream = zstd.ZstdDecompressor(options=options)
-        done, size = 0, len(cluster)
+        done, size, frames = 0, len(cluster), 1
         for piece in stored():
             rest: bytes | memoryview = piece
             while True:
@@ -157,6 +159,9 @@ def _zstd() -> Decompress:
                 if stream.eof:
                     if done == size:
                         return
+                    frames += 1
+                    if frames > _MAX_FRAMES:
+                        raise FormatError(f"compressed cluster: more than {_MAX_FRAMES} zstd frames")
                     rest = stream.unused_data
                     stream = zstd.ZstdDecompressor(options=options)
                     if not rest:

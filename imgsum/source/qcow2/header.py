@@ -33,6 +33,7 @@ _EXT_BACKING_FORMAT = 0xE2792ACA
 _EXT_FEATURE_NAMES = 0x6803F857
 _EXT_DATA_FILE = 0x44415441
 
+_MAX_EXTENSIONS = 1024  # QEMU has no limit, and writes 4; a header of 2 MiB has room for 262144
 _MAX_L1_BYTES = 32 * MIB
 _MAX_REFCOUNT_TABLE_BYTES = 8 * MIB
 _MAX_SNAPSHOTS = 65536
@@ -40,7 +41,7 @@ _MAX_SNAPSHOT_TABLE_BYTES = 64 * MIB
 _MAX_SNAPSHOT_EXTRA = 1024
 _MAX_BACKING_NAME = 1023
 _MAX_BACKING_FORMAT = 15
-_MAX_DATA_FILE_NAME = 4 * KIB
+_MAX_PATH = 4 * KIB
 
 
 class Header(NamedTuple):
@@ -217,8 +218,10 @@ def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
     backing_format = data_file = None
     feature_names = b""
     raw = read(0, end)
-    at = start
+    at, count = start, 0
     while at < end:
+        count += 1
+        _check("the number of header extensions", count, count <= _MAX_EXTENSIONS, "too many")
         _require(raw, min(at + 8, end), "a header extension")
         kind, length = int.from_bytes(raw[at : at + 4], "big"), int.from_bytes(raw[at + 4 : at + 8], "big")
         at += 8
@@ -232,8 +235,8 @@ def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
             _check("the length of the backing format's name", length, length <= _MAX_BACKING_FORMAT, "too long")
             backing_format = _c_string(raw[at : at + length]).decode("ascii", "backslashreplace")
         elif kind == _EXT_DATA_FILE:
-            _check("the length of the data file's name", length, length <= _MAX_DATA_FILE_NAME, "too long")
             data_file = _c_string(raw[at : at + length])
+            _check("the length of the data file's name", len(data_file), len(data_file) <= _MAX_PATH, "too long")
         elif kind == _EXT_FEATURE_NAMES:
             feature_names = raw[at : at + length]
         at += -(-length // 8) * 8

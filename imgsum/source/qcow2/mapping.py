@@ -4,24 +4,18 @@ A qcow2 image maps clusters of content by two levels of tables (spec: `Cluster m
 the offset of an L2 table, which has one cluster; an entry of that says what a cluster is. A run is what many entries
 together say of a contiguous range.
 
-Tables are read in slices, only where they are needed, and kept in a bounded cache. A slice may have thousands of
-entries that say one thing: those are compared in C, many at a time. The 16 million of 1 TiB take 0.2 s so, and a loop
-over them takes 3.75 s.
+Tables are read in slices (tables.py), only where they are needed.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from imgsum.errors import FormatError, TruncatedError
 from imgsum.source.qcow2.header import Header, ReadBytes
-from imgsum.units import KIB, MIB
+from imgsum.source.qcow2.tables import SLICE, Table, TableCache, decode, progression
 
 UNALLOCATED, ZERO, DATA, COMPRESSED = range(4)
 """Kinds of runs. Unallocated: whatever the backing file has there, or zeros."""
@@ -54,13 +48,13 @@ class Layer(Protocol):
 
 
 def resolve(layers: Sequence[Layer], start: int, end: int) -> Iterator[tuple[int, Run]]:
-    """The runs of START..END of a chain, each with the index in LAYERS of the image that has it; none is UNALLOCATED.
+    """The runs of START..END, which may be empty, each with the index of the layer that has it; none is UNALLOCATED.
 
     What an image has not allocated is looked up in the next one, range by range, so that a short image in the middle
     hides what a longer one below it has past its end, as in QEMU. Not recursive: chains can be deep.
     """
     below = len(layers) - 1
-    stack = [iter(layers[0].runs(start, end))]
+    stack = [iter(layers[0].runs(start, end))] if start < end else []
     while stack:
         depth = len(stack) - 1
         for run in stack[-1]:
@@ -75,49 +69,11 @@ def resolve(layers: Sequence[Layer], start: int, end: int) -> Iterator[tuple[int
             stack.pop()
 
 
-_SLICE = 32 * KIB
-"""Bytes of a table that are read at once: 256 MiB of content with 64 KiB clusters. A chain needs one for each image."""
-
 _OFFSET_MASK = 0x00FFFFFFFFFFFE00
 _COPIED, _COMPRESSED_FLAG, _ZERO_FLAG = 1 << 63, 1 << 62, 1
 _ALL_ALLOCATED = 0xFFFFFFFF  # of an extended entry's bitmap: the subclusters with data; above them those that are zero
 _ALL_ZERO = _ALL_ALLOCATED << 32
 _SANE = 1 << 55  # no file is as long; below it, thousands of clusters can be added without reaching the flags
-
-Table = tuple["array[int]", "array[int] | None"]
-"""A slice of an L1 or L2 table: its entries, and for extended L2 entries their bitmaps."""
-
-
-class TableCache:
-    """Slices of tables, at most so many bytes of them, shared by all images of a chain and safe from any thread."""
-
-    def __init__(self, limit: int = 8 * MIB) -> None:
-        self._limit = limit
-        self._size = 0
-        self._lock = threading.Lock()
-        self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
-
-    def get(self, key: tuple[int, ...], load: Callable[[], Table]) -> Table:
-        """The slice of KEY, which tells all slices of all images apart, from LOAD where it isn't known."""
-        with self._lock:
-            table = self._tables.get(key)
-            if table is not None:
-                self._tables.move_to_end(key)
-                return table
-        table = load()  # not under the lock: that two threads read the same slice is rare, and harmless
-        with self._lock:
-            if key not in self._tables:
-                self._size += _cost(table)
-            self._tables[key] = table
-            while self._size > self._limit and len(self._tables) > 1:
-                self._size -= _cost(self._tables.popitem(last=False)[1])
-        return table
-
-
-def _cost(table: Table) -> int:
-    """Bytes that a slice takes in the cache, with what Python and the cache have for each."""
-    entries, bitmaps = table
-    return 512 + 8 * (len(entries) + (0 if bitmaps is None else len(bitmaps)))
 
 
 class Mapping:
@@ -145,13 +101,13 @@ class Mapping:
         self._l2_shift = header.cluster_bits + header.l2_bits  # log2 of the content of an L2 table
         self._entry_size = 16 if header.extended_l2 else 8
         self._slice_bits = header.l2_bits  # log2 of the entries of a slice of an L2 table
-        while self._entry_size << self._slice_bits > _SLICE:
+        while self._entry_size << self._slice_bits > SLICE:
             self._slice_bits -= 1
         if header.extended_l2:
             self._slice_bits = min(self._slice_bits, 9)  # each entry can be 32 runs
         self._slice_shift = header.cluster_bits + self._slice_bits  # log2 of the content of such a slice
-        self._alike = _progression(0)
-        self._contiguous = _progression(self._cluster_size)
+        self._alike = progression(0)
+        self._contiguous = progression(self._cluster_size)
         self._read = read
         self._file_size = file_size
         self._data_size = data_size
@@ -198,9 +154,9 @@ class Mapping:
         index, last = at >> shift, (end - 1 >> shift) + 1
         if index >= self._header.l1_size:  # only a snapshot's table can be short
             return 0, end
-        first = index // (_SLICE // 8) * (_SLICE // 8)
-        last = min(last, first + _SLICE // 8, self._header.l1_size)
-        entries, _ = self._table(self._header.l1_offset + first * 8, _SLICE, 8)
+        first = index // (SLICE // 8) * (SLICE // 8)
+        last = min(last, first + SLICE // 8, self._header.l1_size)
+        entries, _ = self._table(self._header.l1_offset + first * 8, SLICE, 8)
         if len(entries) < last - first:
             raise self._truncated(self._file_size, "in the L1 table", at)
         entry = entries[index - first]
@@ -217,7 +173,7 @@ class Mapping:
     def _table(self, offset: int, length: int, entry_size: int) -> Table:
         """The slice of a table, of LENGTH bytes from OFFSET of the file; fewer where it ends."""
         key = (self._number, offset, length, entry_size)  # a broken image can have one table for L1 and L2
-        return self._cache.get(key, lambda: _decode(self._read(offset, length), entry_size))
+        return self._cache.get(key, lambda: decode(self._read(offset, length), entry_size))
 
     def _slice_runs(self, start: int, end: int) -> list[Run]:
         """The runs of START..END, which are inside the size, and in one slice of an L2 table."""
@@ -329,64 +285,3 @@ def _add(runs: list[Run], start: int, end: int, kind: int, host: int) -> None:
             runs[-1] = Run(last.start, end - last.start, kind, last.host)
             return
     runs.append(Run(start, end - start, kind, host if kind == DATA else 0))
-
-
-def _decode(raw: bytes, entry_size: int) -> Table:
-    """Big-endian entries of ENTRY_SIZE bytes -> integers. What is less than an entry at the end is dropped."""
-    words = array("Q")
-    words.frombytes(raw[: len(raw) // entry_size * entry_size])
-    if sys.byteorder == "little":
-        words.byteswap()
-    return (words, None) if entry_size == 8 else (words[::2], words[1::2])
-
-
-_SHORT = 32  # entries; runs up to this are found one by one, which takes 1.5 us, where the rest takes 7
-
-
-class _Progression:
-    """Runs of entries that are each `step` more than the one before.
-
-    Many entries are compared as one integer that has them for its 64-bit digits: 3 ns for each, where making and
-    comparing an array takes 26 and a loop 50. What is wanted mostly is what was wanted last plus a constant.
-    Safe from any thread: each change is of one reference.
-    """
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        count = _SLICE // 8
-        ramp = _digits(array("Q", range(0, count * step, step))) if step else 0
-        self._last = (0, ramp)
-        ones = _digits(array("Q", [1]) * count)
-        self._of_all = lru_cache(maxsize=4)(ones.__mul__)
-
-    def length(self, entries: array[int], index: int, last: int) -> int:
-        """How many of ENTRIES go on so from INDEX, before LAST; at least 1. All are below 2**64 if they do."""
-        wanted, stop, at = entries[index], min(last, index + _SHORT), index
-        while at < stop and entries[at] == wanted:
-            at += 1
-            wanted += self._step
-        if at < stop or at == last:
-            return at - index
-        count = last - index
-        differences = _digits(entries[index:last]) ^ self._from(entries[index]) & (1 << 64 * count) - 1
-        return count if not differences else (differences & -differences).bit_length() - 1 >> 6
-
-    def _from(self, first: int) -> int:
-        """As many digits as a slice has entries: FIRST, FIRST + step ..."""
-        last, digits = self._last
-        if first != last:
-            digits += self._of_all(first - last)
-            self._last = first, digits
-        return digits
-
-
-@lru_cache(maxsize=4)
-def _progression(step: int) -> _Progression:
-    return _Progression(step)
-
-
-def _digits(entries: array[int]) -> int:
-    """ENTRIES, the first one lowest, as one integer."""
-    if sys.byteorder == "big":
-        entries.byteswap()
-    return int.from_bytes(entries.tobytes(), "little")

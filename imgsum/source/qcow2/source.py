@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
 from imgsum.extent import Extent
@@ -14,13 +14,14 @@ from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
 from imgsum.source.qcow2.audit import refuse_double_use
 from imgsum.source.qcow2.compressed import Decompress, EndsEarlyError, WholeClusters, decompressor
 from imgsum.source.qcow2.header import Header, at_snapshot, find_snapshot, parse
-from imgsum.source.qcow2.mapping import DATA, ZERO, Mapping, Run, TableCache, resolve
+from imgsum.source.qcow2.mapping import COMPRESSED, DATA, ZERO, Mapping, Run, resolve
+from imgsum.source.qcow2.tables import TableCache
 from imgsum.units import KIB
 
 MAX_LAYERS = 200
 """Images in a chain. Each costs a descriptor and 32 KiB of tables. QEMU has no limit; real chains have some dozens."""
 
-_STORED = 256 * KIB  # compressed bytes that are read at once: all there is, unless clusters are larger than 128 KiB
+_STORED = 256 * KIB  # compressed bytes that are read at once: half of what a request of 1 MiB may need
 _ZEROS = memoryview(bytes(64 * KIB))
 _PROTOCOL = re.compile(rb"[^:/]*:")  # as in QEMU, where `a:b` is b by the protocol a, and ./a:b a file
 
@@ -121,9 +122,9 @@ class Qcow2Reader:
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """See Reader."""
-        for depth, run in resolve(self._layers, offset, offset + len(buffer)):
-            part = buffer[run.start - offset : run.end - offset]
-            layer = self._layers[depth]
+        for depth, runs in self._batches(offset, offset + len(buffer)):
+            layer, run = self._layers[depth], runs[0]
+            part = buffer[run.start - offset : runs[-1].end - offset]
             if run.kind == DATA:
                 layer.data.read(run.host, part)
             elif run.kind == ZERO:
@@ -131,41 +132,80 @@ class Qcow2Reader:
                     part[at : at + len(_ZEROS)] = _ZEROS[: len(part) - at]
             else:
                 assert isinstance(layer, _Qcow2Layer)
-                self._decompress(layer, run, part)
+                self._decompress(layer, runs, part)
 
-    def _decompress(self, layer: _Qcow2Layer, run: Run, part: memoryview) -> None:
-        """The RUN, of one compressed cluster or a part of it, into PART. All of a cluster must be good."""
+    def _batches(self, start: int, end: int) -> Iterator[tuple[int, list[Run]]]:
+        """The runs of START..END one by one, but whole compressed clusters that are side by side in a file together.
+
+        They are read at once: with O_DIRECT, as neighbours share sectors, that halves the time for clusters of 4 KiB.
+        """
+        batch: list[Run] = []
+        layer = 0
+        for depth, run in resolve(self._layers, start, end):
+            if batch and depth == layer and run.kind == COMPRESSED and self._goes_with(run, batch, depth):
+                batch.append(run)
+                continue
+            if batch:
+                yield layer, batch
+            batch, layer = [run], depth
+        if batch:
+            yield layer, batch
+
+    def _goes_with(self, run: Run, batch: Sequence[Run], depth: int) -> bool:
+        """Whether the compressed RUN can be read together with those of BATCH."""
+        layer, first, last = self._layers[depth], batch[0], batch[-1]
+        assert isinstance(layer, _Qcow2Layer)
+        gap = run.host - (last.host + last.stored)  # below 0, as the last sector is taken for a whole one
+        return (
+            last.kind == COMPRESSED
+            and first.length == run.length == layer.header.cluster_size
+            and -512 <= gap <= DIRECT_ALIGN
+            and run.host + run.stored - first.host <= _STORED
+        )
+
+    def _decompress(self, layer: _Qcow2Layer, runs: Sequence[Run], part: memoryview) -> None:
+        """RUNS, compressed clusters side by side or a part of one, into PART. All of a cluster must be good."""
         size = layer.header.cluster_size
-        if run.length == size:
-            self._decompress_whole(layer, run, part)
-            return
-        skip = run.start % size
-        key = (layer.number, run.start - skip)
-        self._whole.copy(key, size, skip, part, lambda cluster: self._decompress_whole(layer, run, cluster))
+        first = runs[0]
+        if len(runs) == 1 and first.length < size:
+            skip = first.start % size
+            key = (layer.number, first.start - skip)
+            self._whole.copy(key, size, skip, part, lambda cluster: self._decompress_clusters(layer, runs, cluster))
+        else:
+            self._decompress_clusters(layer, runs, part)
 
-    def _decompress_whole(self, layer: _Qcow2Layer, run: Run, cluster: memoryview) -> None:
-        try:
-            layer.decompress()(lambda: self._stored(layer.file, run), cluster)
-        except Error as error:
-            if isinstance(error, EndsEarlyError) and run.host + run.stored > layer.file.size:
-                error = TruncatedError(f"truncated: the file ends at byte {layer.file.size}, in a compressed cluster")
-            if error.offset is None:
-                error.offset = run.start
-            raise error.about(layer.file.name) from error.__cause__
+    def _decompress_clusters(self, layer: _Qcow2Layer, runs: Sequence[Run], clusters: memoryview) -> None:
+        """All of the clusters of RUNS."""
+        file, size = layer.file, layer.header.cluster_size
+        begin, end = runs[0].host, min(runs[-1].host + runs[-1].stored, layer.file.size)
+        at_once = None if end - begin > _STORED else next(self._stored(file, begin, end))
+        for number, run in enumerate(runs):
 
-    def _stored(self, file: HostFile, run: Run) -> Iterator[memoryview]:
-        """The compressed bytes of RUN, in pieces that are overwritten by the next; less where FILE ends."""
+            def stored(run: Run = run) -> Iterable[memoryview]:
+                if at_once is None:
+                    return self._stored(file, run.host, end)
+                return (at_once[run.host - begin : run.host - begin + run.stored],)
+
+            try:
+                layer.decompress()(stored, clusters[number * size : (number + 1) * size])
+            except Error as error:
+                if isinstance(error, EndsEarlyError) and run.host + run.stored > file.size:
+                    error = TruncatedError(f"truncated: the file ends at byte {file.size}, in a compressed cluster")
+                if error.offset is None:
+                    error.offset = run.start
+                raise error.about(file.name) from error.__cause__
+
+    def _stored(self, file: HostFile, begin: int, end: int) -> Iterator[memoryview]:
+        """BEGIN..END of FILE, which is not empty, in pieces that are overwritten by the next."""
         if self._stored_buffer is None:
             self._stored_buffer = memoryview(mmap.mmap(-1, _STORED + 2 * DIRECT_ALIGN))
         align = DIRECT_ALIGN if file.direct else 1  # aligned, they are read without a copy
-        at, end = run.host, min(run.host + run.stored, file.size)
-        while at < end:
+        for at in range(begin, end, _STORED):
             stop = min(end, at + _STORED)
-            begin = at // align * align
-            piece = self._stored_buffer[: min(-(-stop // align) * align, file.size) - begin]
-            file.read(begin, piece)
-            yield piece[at - begin : stop - begin]
-            at = stop
+            start = at // align * align
+            piece = self._stored_buffer[: min(-(-stop // align) * align, file.size) - start]
+            file.read(start, piece)
+            yield piece[at - start : stop - start]
 
     def close(self) -> None:
         """See Reader."""
