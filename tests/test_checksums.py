@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from reference import KIB, MIB
 
 from imgsum import Checksum, OpenOptions, blkhash, checksum
-from imgsum.checksums import block_digests, checksum_images, is_zero
+from imgsum.checksums import checksum_images
 from imgsum.errors import ChangedError, Error, OpenError, ReadError
 from imgsum.extent import Extent
+from imgsum.job import block_digests, is_zero
 
 BLOCK = 4 * KIB
 SMALL = OpenOptions(request_size=BLOCK)
