@@ -75,6 +75,7 @@ def open_content(image: Image, options: OpenOptions, start: int = 0, length: int
     """
     source = open_source(os.fspath(image) if isinstance(image, os.PathLike) else image, options)
     if isinstance(source, Stream):
+        source.wanted = None if length is None else start + length
         return source
     try:
         return Content(source, options, start, length)

@@ -159,7 +159,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="refuse an image that refers to anything but itself, or that is not of the format of -f, which is needed",
     )
-    trust.add_argument("--max-size", metavar="SIZE", type=_size, help="refuse an image with more content than this")
+    trust.add_argument(
+        "--max-size",
+        metavar="SIZE",
+        type=_size,
+        help="refuse an image with more content than this (with --untrusted: 1t)",
+    )
 
 
 def _add_range(parser: argparse.ArgumentParser) -> None:

@@ -55,6 +55,14 @@ def test_open_for_writing_is_refused(disk: Path) -> None:
     assert checksum(disk).hexdigest == EXPECTED
 
 
+def test_a_stream_from_an_image_that_is_open_for_writing(disk: Path) -> None:
+    with qemu_nbd(disk), disk.open("rb") as file:
+        name = f"/dev/fd/{file.fileno()}"
+        with pytest.raises(RefusedError, match="is in use: a running virtual machine"):
+            checksum(name)
+        assert checksum(name, options=OpenOptions(force_share=True)).hexdigest == EXPECTED
+
+
 def test_open_for_reading_is_fine(disk: Path) -> None:
     with qemu_nbd(disk, "--read-only"):
         assert checksum(disk).hexdigest == EXPECTED

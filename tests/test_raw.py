@@ -426,6 +426,33 @@ def test_a_file_that_is_modified(old: Path, preadv: Any) -> None:
         checksum(old)
 
 
+def test_a_file_that_is_modified_and_gets_its_old_time_back(old: Path, preadv: Any) -> None:
+    """As cp -p and rsync -t --inplace do."""
+
+    def rewrite() -> None:
+        with old.open("r+b") as file:
+            file.write(b"other")
+        os.utime(old, (1_600_000_000, 1_600_000_000))
+
+    preadv(once(rewrite, at=MIB))
+    with pytest.raises(ChangedError, match="modified while it was read"):
+        checksum(old)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.chmod(0o600),
+        lambda path: os.link(path, path.with_suffix(".link")),
+        lambda path: path.rename(path.with_suffix(".renamed")),
+    ],
+    ids=["mode", "link", "name"],
+)
+def test_what_is_not_content_may_change(change: Callable[[Path], None], old: Path, preadv: Any) -> None:
+    preadv(once(lambda: change(old), at=MIB))
+    assert checksum(old).hexdigest == reference.blkhash(reference.content("3m:R"))
+
+
 def test_a_file_that_is_replaced_is_still_itself(old: Path, tmp_path: Path, preadv: Any) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"other")

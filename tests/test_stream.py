@@ -280,3 +280,20 @@ def test_a_descriptor_of_imgsums_own_is_not_an_image(tmp_path: Path, imgsum: Cal
     assert stdout.decode() == f"{reference.blkhash(reference.chunks('64m:A'))}  {tmp_path / 'a.raw'}\n"
     assert stderr.count(b"\n") == len(fds)
     assert status == 2
+
+
+def test_no_more_is_read_than_is_wanted() -> None:
+    """What follows in the stream may be for somebody else."""
+    result = in_bash(f"head -c 2048 /dev/zero | ({sys.executable} -m imgsum checksum --length 100 -; wc -c)")
+    assert result.stdout == f"{reference.blkhash(bytes(100))}  -\n{2048 - 100}\n"
+
+
+def test_the_end_is_the_end() -> None:
+    """On a terminal more can be typed after ^D."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen([sys.executable, "-m", "imgsum", "checksum", "-q"], stdin=theirs, stdout=-1) as process:
+        os.write(ours, b"abc\n")
+        os.write(ours, b"\x04")
+        assert process.communicate(timeout=HANG)[0].decode() == f"{reference.blkhash(b'abc' + bytes([10]))}  -\n"
+    os.close(ours)
+    os.close(theirs)

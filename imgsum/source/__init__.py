@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from imgsum.errors import Error, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
-from imgsum.units import MIB
+from imgsum.units import MIB, TIB
 
 if TYPE_CHECKING:
     from imgsum.source.stream import Stream
 
 FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc")
 """What -f takes: QEMU's names. `luks` is not one of them: its content for us is the container, as raw."""
+
+UNTRUSTED_MAX_SIZE = TIB
+"""Bytes of content of a stranger's image, unless --max-size says otherwise: an empty one takes 0.3 s. An image of a few
+KiB may say that it has 2 EiB, whose digests of zeros would take years."""
 
 _NBD_SCHEMES = ("nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd+vsock://", "nbds+vsock://")
 
@@ -37,7 +41,7 @@ class OpenOptions(NamedTuple):
     untrusted: bool = False
     """The image is a stranger's: refuse whatever makes it refer to anything but itself."""
     max_size: int | None = None
-    """Refuse images whose content is larger."""
+    """Refuse images whose content is larger, in bytes. None: there is no limit, or UNTRUSTED_MAX_SIZE."""
     reader: str = "auto"
     """Who reads qcow2: `native`, `qemu` (a private qemu-nbd), or `auto`."""
     request_size: int = MIB
@@ -111,6 +115,8 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
     try:
         if options.untrusted and options.format is None:
             raise UsageError("--untrusted needs -f: what an image says of itself does not count")
+        if options.untrusted and options.max_size is None:
+            options = options._replace(max_size=UNTRUSTED_MAX_SIZE)
         source = _open(image, options)
         size = getattr(source, "size", None)  # a stream has none, and counts as it goes
         if options.max_size is not None and size is not None and size > options.max_size:
@@ -139,7 +145,7 @@ def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
 
         if options.format not in (None, "raw"):
             raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
-        return Stream(image, options.format is None, own=options.own_descriptors, max_size=options.max_size)
+        return Stream(image, options)
     return _open_file(image, options)
 
 

@@ -14,17 +14,16 @@ import stat
 import struct
 from collections.abc import Iterator
 
-from imgsum.errors import ChangedError, Error, OpenError, ReadError, RefusedError, os_error_reason
+from imgsum.errors import ChangedError, Error, OpenError, ReadError, os_error_reason
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
+from imgsum.source.witness import refuse_if_in_use, was_modified
+from imgsum.units import KIB
 
 DIRECT_ALIGN = 4096
 """What O_DIRECT offsets, lengths and addresses are aligned to, in bytes: enough for sectors of 512 and of 4096."""
 
-# QEMU's image locks (block/file-posix.c): byte 100 + i is locked while somebody uses permission i, and byte 200 + i
-# while somebody does not let others use it. Permissions: 0 consistent read, 1 write, 3 resize.
-_LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED = 101, 103, 200
-_FLOCK = struct.Struct("hhqqi4x")
+_BOUNCE = 256 * KIB  # bytes that are copied at a time, for each worker beside its own buffer
 
 _FS_IOC_FIEMAP = 0xC020660B
 _FIEMAP = struct.Struct("=QQLLLL")
@@ -49,9 +48,9 @@ class HostFile:
             """The same for two names of one file."""
             # A block device has st_size 0; seeking to the end gives the size of both.
             self.size: int = os.lseek(self.fd, 0, os.SEEK_END)
-            self._mtime_ns = status.st_mtime_ns
-            self._check_lock = not options.force_share
-            self.check_not_in_use()
+            self._status = status
+            self._force_share = options.force_share
+            self._refuse_if_in_use()
             self.direct = options.direct and self._set_direct(True)
             self.direct_refused = options.direct and not self.direct
         except OSError as error:
@@ -91,29 +90,15 @@ class HostFile:
             raise ReadError(os_error_reason(error), name=self.name) from error
         if size != self.size:
             raise ChangedError(f"the file changed from {self.size} to {size} bytes while it was read", name=self.name)
-        if not self.is_block_device and status.st_mtime_ns != self._mtime_ns:
+        if not self.is_block_device and was_modified(self._status, status, self.path):
             raise ChangedError("the file was modified while it was read", name=self.name)
         if more:  # of size 0 in some virtual file systems, or grown behind the back of a network's
             raise ChangedError(f"the file has more content than its size says, {size} bytes", name=self.name)
-        self.check_not_in_use()
+        self._refuse_if_in_use()
 
-    def check_not_in_use(self) -> None:
-        """Raise RefusedError while a QEMU process has the image open for writing, as qemu-img does."""
-        if not self._check_lock:
-            return
-        for byte in (_LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED):
-            question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-            try:
-                answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, question)
-            except OSError:
-                return  # no such locks on this file system, so QEMU has none either
-            # A reader that keeps writers out has locks on bytes 100, 201 and 203, never on these.
-            if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
-                raise RefusedError(
-                    "is in use: a running virtual machine or QEMU tool has it open for writing"
-                    " (-U reads it anyway, and what is read may be inconsistent)",
-                    name=self.name,
-                )
+    def _refuse_if_in_use(self) -> None:
+        if not self._force_share:
+            refuse_if_in_use(self.fd, self.name)
 
     def close(self) -> None:
         """Close the descriptor. Closing twice is harmless."""
@@ -136,7 +121,8 @@ class HostFile:
         return self._read_unaligned(offset, buffer)
 
     def _read_unaligned(self, offset: int, buffer: memoryview) -> int:
-        """As _read_some with O_DIRECT, for offsets, lengths and addresses that are not aligned: by a copy."""
+        """As _read_some with O_DIRECT, for offsets, lengths and addresses that are not aligned: by a copy, in steps."""
+        buffer = buffer[:_BOUNCE]
         skip = offset % DIRECT_ALIGN
         length = -(-(skip + len(buffer)) // DIRECT_ALIGN) * DIRECT_ALIGN
         with mmap.mmap(-1, length) as bounce, memoryview(bounce) as view:

@@ -9,7 +9,10 @@ import select
 import stat
 
 from imgsum.errors import ChangedError, OpenError, ReadError, RefusedError, os_error_reason
-from imgsum.source import probe
+from imgsum.source import OpenOptions, probe
+from imgsum.source.witness import refuse_if_in_use, was_modified
+
+_LOOK_UP_EVERY = 300  # milliseconds after which a wait looks whether a signal came
 
 _FD_NAMES = re.compile(r"/(?:dev|proc/self|proc/thread-self)/fd/([0-9]{1,9})")
 
@@ -27,17 +30,17 @@ class Stream:
 
     format = "raw"
 
-    def __init__(self, name: str, detect: bool = True, own: bool = True, max_size: int | None = None) -> None:
-        """Open NAME: one that stream_descriptor() knows, or a FIFO, whose writer is waited for. Raises OpenError.
+    def __init__(self, name: str, options: OpenOptions) -> None:
+        """Open NAME: one that stream_descriptor() knows, or a FIFO, whose writer is waited for.
 
-        DETECT: refuse content that is a container of some format. OWN: as OpenOptions.own_descriptors. MAX_SIZE: refuse
-        more bytes than that.
+        Content that is a container of some format is refused, unless the options say that it is raw. Raises OpenError,
+        RefusedError.
         """
         self.name = name
         descriptor = stream_descriptor(name)
         try:
             # What this process was given is inheritable, what it opened itself is not.
-            if descriptor is not None and not own and not os.get_inheritable(descriptor):
+            if descriptor is not None and not options.own_descriptors and not os.get_inheritable(descriptor):
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             # A duplicate shares the position, and can be closed without harm to the caller.
             self.fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC) if descriptor is None else os.dup(descriptor)
@@ -48,11 +51,22 @@ class Stream:
             os.close(self.fd)
             raise OpenError("is a directory", name=name)
         self.position = 0
-        self._detect = detect
-        self._max_size = max_size
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+        self.wanted: int | None = None
+        """The most that will be read, if that is known. Bytes."""
+        self._detect = options.format is None
+        self._max_size = options.max_size
+        self._ended = False
         self._head = b""  # read already, for detection, and not yet given out
         self._tail = b""  # the last that was given out
-        self._mtime_ns = status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
+        self._force_share = options.force_share
+        self._status = status if stat.S_ISREG(status.st_mode) else None
+        try:
+            self._refuse_if_in_use()
+        except BaseException:
+            os.close(self.fd)
+            raise
 
     def fill(self, buffer: memoryview) -> int:
         """Fill BUFFER with what comes next; fewer bytes, down to 0, only at the end.
@@ -60,7 +74,8 @@ class Stream:
         Raises ReadError, and RefusedError when the content begins or ends as a container does, or is too large.
         """
         if self._detect and self.position == 0:
-            head = bytearray(probe.HEAD_SIZE)
+            # Never more than is wanted: what follows may be for somebody else.
+            head = bytearray(probe.HEAD_SIZE if self.wanted is None else min(self.wanted, probe.HEAD_SIZE))
             self._head = bytes(head[: self._read(memoryview(head))])
             self._refuse_container(probe.detect(self._head, b""))
         done = min(len(self._head), len(buffer))
@@ -81,16 +96,18 @@ class Stream:
 
     def _read(self, buffer: memoryview) -> int:
         done = 0
-        while done < len(buffer):
+        while done < len(buffer) and not self._ended:
+            # A signal that comes just before a read blocks would be seen only after it; and somebody who shares this
+            # pipe or terminal may have made it non-blocking.
+            while not self._poll.poll(_LOOK_UP_EVERY):
+                pass
             try:
                 count = os.readv(self.fd, [buffer[done:]])
-            except BlockingIOError:  # a pipe or terminal that somebody who shares it made non-blocking
-                select.select([self.fd], [], [])
+            except BlockingIOError:  # another reader was faster
                 continue
             except OSError as error:
                 raise ReadError(os_error_reason(error), name=self.name, offset=self.position + done) from error
-            if count == 0:
-                break
+            self._ended = count == 0  # for good, also where a terminal or FIFO would have more later
             done += count
         return done
 
@@ -103,9 +120,14 @@ class Stream:
             )
 
     def check_unchanged(self) -> None:
-        """Raise ChangedError if this is a file after all, and was written to while it was read."""
-        if self._mtime_ns is not None and os.fstat(self.fd).st_mtime_ns != self._mtime_ns:
+        """As a Source's, if this is a file after all."""
+        if self._status is not None and was_modified(self._status, os.fstat(self.fd), None):
             raise ChangedError("the file was modified while it was read", name=self.name)
+        self._refuse_if_in_use()
+
+    def _refuse_if_in_use(self) -> None:
+        if not self._force_share:
+            refuse_if_in_use(self.fd, self.name)
 
     def facts(self) -> dict[str, object]:
         """As a Source's: nothing to tell."""

@@ -1,0 +1,51 @@
+"""Whether somebody else writes to a file: what its times say, and the locks of a running QEMU."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+from imgsum.errors import RefusedError
+
+# QEMU's image locks (block/file-posix.c): byte 100 + i is locked while somebody uses permission i, and byte 200 + i
+# while somebody does not let others use it. Permissions: 0 consistent read, 1 write, 3 resize.
+_LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED = 101, 103, 200
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def was_modified(before: os.stat_result, now: os.stat_result, path: str | None) -> bool:
+    """Whether the content of a file may have been written to between two looks at it; PATH is its name.
+
+    Who writes and then puts the old mtime back (cp -p, rsync -t --inplace) still moves the ctime. That is also moved by
+    what does no harm: a change of owner, mode or links, which can be seen, and a new name, after which PATH is another
+    file or none.
+    """
+    if now.st_mtime_ns != before.st_mtime_ns:
+        return True
+    if now.st_ctime_ns == before.st_ctime_ns:
+        return False
+    harmless = ("st_nlink", "st_mode", "st_uid", "st_gid")
+    if any(getattr(now, what) != getattr(before, what) for what in harmless):
+        return False
+    try:
+        return path is None or os.path.samestat(os.stat(path), now)
+    except OSError:
+        return False
+
+
+def refuse_if_in_use(fd: int, name: str) -> None:
+    """Raise RefusedError while a QEMU process has the image of FD open for writing, as qemu-img does."""
+    for byte in (_LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED):
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        try:
+            answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question)
+        except OSError:
+            return  # no such locks on this file system, or this is no file: then QEMU has none either
+        # A reader that keeps writers out has locks on bytes 100, 201 and 203, never on these.
+        if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
+            raise RefusedError(
+                "is in use: a running virtual machine or QEMU tool has it open for writing"
+                " (-U reads it anyway, and what is read may be inconsistent)",
+                name=name,
+            )
