@@ -19,7 +19,7 @@ help:  ## list the targets
 
 checksum: $(VENV)/installed  ## install, and print the checksum of IMAGE (without IMAGE: of a small sample)
 ifdef IMAGE
-	@$(BIN)/imgsum checksum -- '$(subst ','\'',$(IMAGE))'
+	@$(BIN)/imgsum checksum -- '$(subst ','\'',$(value IMAGE))'
 else
 	@sample=$$(mktemp -d) && trap 'rm -r "$$sample"' EXIT && \
 	truncate -s 64M "$$sample/sample.img" && \

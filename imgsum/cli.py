@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import sys
 from types import FrameType
@@ -11,6 +13,8 @@ from imgsum.errors import Error, UsageError, printable
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     from imgsum.checksums import Watcher
     from imgsum.options import Arguments
     from imgsum.source import OpenOptions
@@ -30,6 +34,7 @@ def main() -> None:
     """The command: does as sys.argv says, and ends the process."""
     _occupy_standard_descriptors()
     _catch_signals()
+    _allow_many_descriptors()
     try:
         status = run(sys.argv[1:])
     except Interrupted as interrupted:
@@ -199,6 +204,13 @@ def _occupy_standard_descriptors() -> None:
             os.open("/dev/null", os.O_RDONLY if fd else os.O_WRONLY)
 
 
+def _allow_many_descriptors() -> None:
+    """Raise the soft limit: a chain may have 200 images, and a few images are open at a time."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+
+
 def _catch_signals() -> None:
     """Let the signals that end the process raise Interrupted in the main thread; a second one ends it at once."""
 
@@ -213,10 +225,12 @@ def _catch_signals() -> None:
             signal.signal(number, interrupt)
 
 
-def _die_by(number: int) -> None:
+def _die_by(number: int) -> NoReturn:
     """End the process as NUMBER would have ended it, so that shells and make know."""
     signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # whoever started us may have blocked it
     os.kill(os.getpid(), number)
+    os._exit(128 + number)
 
 
 def _debug(error: BaseException | None = None) -> None:

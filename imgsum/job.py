@@ -13,7 +13,7 @@ from typing import NamedTuple
 from imgsum import blkhash, pipeline
 from imgsum.blkhash import BlkHash, Construction
 from imgsum.content import Content
-from imgsum.errors import Error
+from imgsum.errors import Error, ReadError
 from imgsum.extent import Extent
 from imgsum.pipeline import Worker
 from imgsum.source import OpenOptions
@@ -87,11 +87,10 @@ class Job:
             self.error = error
         facts = opened.facts() if opened is not None else {}
         self.close()
-        if isinstance(self.error, Error):
-            self.error.image = self.name
-            return self.error.about(self.name)
+        if self.error is None and self.size not in (None, self.done):
+            self.error = ReadError(f"only {self.done} of {self.size} bytes were read")  # a bug, and no checksum
         if self.error is not None:
-            raise self.error
+            return self._failure(self.error)
         assert opened is not None
         return Checksum(
             hexdigest=self.hash.finish(self.done),
@@ -111,6 +110,15 @@ class Job:
             ),
             note=self._note(),
         )
+
+    def _failure(self, error: BaseException) -> Error:
+        """ERROR, as one about this image. What nobody foresaw is a bug, but not a reason to leave the others undone."""
+        if not isinstance(error, Error):
+            unforeseen = Error(f"internal error: {error!r} (IMGSUM_DEBUG=1 shows where; please report it)")
+            unforeseen.__cause__ = error
+            error = unforeseen
+        error.image = self.name
+        return error.about(self.name)
 
     def _note(self) -> str | None:
         content, rest = self.content, self.done % 512
@@ -206,10 +214,11 @@ class ZeroPiece(Piece):
 
 
 class EndPiece(Piece):
-    """Nothing is left of this image."""
+    """Nothing is left of this image. Until this is taken its files are open, or its server runs."""
 
     __slots__ = ()
     has_work = False
+    weight = 8  # so that at most 4 images wait behind a slow one
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, 0)

@@ -22,13 +22,13 @@ WORKERS = 8
 """Enough to keep a disk or a server busy."""
 
 _AHEAD = 4 * WORKERS
-"""Pieces between the head and the feeder. Their results are small; buffers belong to workers, not to pieces."""
+"""Pieces between the head and the feeder, by weight. Results are small; buffers belong to workers, not to pieces."""
 
 _LOOK_UP_EVERY = 0.3
 """Seconds after which a wait looks whether a signal came."""
 
 _LEAVE_WITHIN = 0.3
-"""Seconds that workers get to end what they are doing when a signal or an error ends everything."""
+"""Seconds that workers get to end what they are doing when nobody wants the rest of it."""
 
 
 class Worker:
@@ -59,6 +59,8 @@ class Piece:
     __slots__ = ("error", "ready")
 
     has_work = True
+    weight = 1
+    """How much of _AHEAD it takes: more for a piece that stands for more than a small result."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -88,18 +90,22 @@ class Pipeline(Generic[P]):
     def run(self, pieces: Iterable[P]) -> Iterator[P]:
         """PIECES in their order, each when its work is done. They are asked for only as far ahead as needed."""
         ordered: deque[P] = deque()
+        weight = 0  # of what is in it
         for piece in pieces:
             ordered.append(piece)
+            weight += piece.weight
             if piece.has_work:
                 piece.ready.acquire()
                 self._queue.put(piece)
-            if len(ordered) >= _AHEAD:
+            while weight >= _AHEAD:
                 # To wake once for many pieces, rather than for each, saves a worker's worth of passing the GIL around:
                 # blake3 with 2 workers on 2 cores takes 0.18 s for 2 GiB, and 0.21 s when waiting for the head alone.
-                _wait_for(ordered[_AHEAD // 2])
+                _wait_for(ordered[len(ordered) // 2])
                 self._throttle.adapt()
+                weight -= ordered[0].weight
                 yield _wait_for(ordered.popleft())
             while ordered and not ordered[0].ready.locked():
+                weight -= ordered[0].weight
                 yield ordered.popleft()
         while ordered:
             yield _wait_for(ordered.popleft())
@@ -131,9 +137,9 @@ class Pipeline(Generic[P]):
         self._throttle.open()
         for _ in self._threads:
             self._queue.put(None)
-        # Whoever leaves early closes what the workers read, so they are waited for; but a signal is obeyed within a
-        # second, whatever a worker is stuck in.
-        deadline = None if error is None or isinstance(error, GeneratorExit) else time.monotonic() + _LEAVE_WITHIN
+        # Whoever leaves early closes what the workers read, so they are waited for; but not for ever, as one may be
+        # stuck in a read: a signal is obeyed within a second, and a difference that was found is reported.
+        deadline = None if error is None else time.monotonic() + _LEAVE_WITHIN
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 

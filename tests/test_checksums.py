@@ -132,9 +132,35 @@ def test_after_an_error_little_more_is_read(opens: Opens) -> None:
 def test_a_reader_that_can_not_be_made(kind: type[Exception], opens: Opens, no_leak: None) -> None:
     source = opens["fake"] = FakeSource(bytes(400 * KIB))
     source.reader = lambda: _raise(kind("no more connections"))  # type: ignore[method-assign]
-    with pytest.raises(kind, match="no more connections"):
+    with pytest.raises(Error, match="no more connections"):
         small_checksum()
     assert source.closed
+
+
+def test_what_nobody_foresaw_is_an_error_of_one_image(opens: Opens) -> None:
+    opens["good"] = FakeSource(bytes(BLOCK))
+    opens["bad"] = FakeSource(bytes(BLOCK), before_read=lambda offset, length: _raise(ZeroDivisionError("oops")))
+    opens["worse"] = ValueError("not even opened")
+    results = run(["bad", "worse", "good"])
+    assert [type(result) for result in results] == [Error, Error, Checksum]
+    assert str(results[0]).startswith("bad: internal error: ZeroDivisionError('oops')")
+    assert str(results[1]).startswith("worse: internal error: ValueError('not even opened')")
+
+
+def test_few_images_are_open_behind_a_slow_one(opens: Opens) -> None:
+    """Each may be a chain of 200 files, or a qemu-nbd."""
+    open_at_once: list[int] = []
+    names = [f"image-{i}" for i in range(40)]
+    sources = [FakeSource(b"x" * BLOCK) for _ in names]
+    opens.update(zip(names, sources, strict=True))
+
+    def slowly(offset: int, length: int) -> None:
+        time.sleep(0.2)
+        open_at_once.append(sum(bool(source.readers) and not source.closed for source in sources))
+
+    sources[0].before_read = slowly
+    assert all(isinstance(result, Checksum) for result in run(names))
+    assert open_at_once[0] <= 5
 
 
 def _raise(error: Exception) -> Any:

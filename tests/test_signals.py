@@ -221,3 +221,17 @@ def test_messages_that_can_not_be_written(tmp_path: Path, image: Callable[..., P
     assert (stdout, status) == (f"{reference.blkhash(b'A' * 100)}  {small}\n".encode(), 0)
     stdout, _, status = imgsum("checksum", "-p", small, stderr=None, preexec_fn=lambda: os.close(2))
     assert (stdout, status) == (f"{reference.blkhash(b'A' * 100)}  {small}\n".encode(), 0)
+
+
+def test_a_blocked_sigpipe_is_no_difference(image: Callable[..., Path], imgsum: Imgsum) -> None:
+    """Status 1 would say that the content differs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = imgsum.start(
+        "checksum",
+        image("100:A"),
+        stdout=writer,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE]),
+    )
+    os.close(writer)
+    assert running.finish().status == -signal.SIGPIPE
