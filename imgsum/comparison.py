@@ -34,9 +34,11 @@ class Comparison(NamedTuple):
 
     identical: bool
     ranges: tuple[Range, ...]
-    """Where it differs: in order, merged, exact to the byte."""
+    """Where it differs: in order, merged, exact to the byte. Not all of them unless `complete`."""
     sizes: tuple[int | None, int | None]
     """Bytes of content; the rest of the longer one is compared with zeros. None: a stream not read to its end."""
+    complete: bool = True
+    """`ranges` is all of them; False: there are more than the limit, and what comes after was not compared."""
 
     def __bool__(self) -> bool:
         return self.identical
@@ -56,14 +58,17 @@ def compare(
     """Compare the content of two images, or LENGTH bytes of it from OFFSET.
 
     A longer image whose rest is all zeros has the same content, unless STRICT. limit: stop after so many differing
-    ranges; None lists all of them, however many there are. options: how the first image is opened and read;
+    ranges, at least 1, and say whether there are more; None lists all of them, however many there are. options: how the first image is opened and read;
     second_options: how the second is, where that differs. Raises an imgsum.Error when either can't be read.
     """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1, or None: {limit}")
     options = options or OpenOptions()
     with Pair(first, second, options, second_options or options, offset=offset, length=length) as pair:
-        ranges = tuple(islice(pair.differences(strict=strict), limit))
+        found = tuple(islice(pair.differences(strict=strict), None if limit is None else limit + 1))
         pair.check_unchanged()
-        return Comparison(not ranges, ranges, pair.sizes)
+        ranges = found[:limit]
+        return Comparison(not found, ranges, pair.sizes, complete=len(found) == len(ranges))
 
 
 class Pair:

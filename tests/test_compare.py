@@ -411,8 +411,8 @@ def test_the_python_function(here: Path, no_leak: None) -> None:
     found = api.compare(here / "a", here / "b")
     assert found == api.Comparison(False, (Range(50, 1),), (100, 100))
     assert not found
-    assert api.compare("a", "c") == (True, (), (100, 120))
-    assert api.compare("a", "c", strict=True) == (False, (Range(100, 20),), (100, 120))
+    assert api.compare("a", "c") == (True, (), (100, 120), True)
+    assert api.compare("a", "c", strict=True) == (False, (Range(100, 20),), (100, 120), True)
     assert api.compare("a", "b", length=50)
     assert api.compare("a", "b", offset=51)
     with pytest.raises(OpenError):
@@ -426,9 +426,20 @@ def test_the_python_function(here: Path, no_leak: None) -> None:
 def test_ranges_are_limited(here: Path) -> None:
     (here / "a").write_bytes(b"ab" * 5000)
     (here / "b").write_bytes(b"aa" * 5000)
-    assert len(api.compare("a", "b").ranges) == 1000
-    assert len(api.compare("a", "b", limit=3).ranges) == 3
-    assert len(api.compare("a", "b", limit=None).ranges) == 5000
+    for limit, listed in ((1, 1), (3, 3), (4999, 4999), (5000, 5000), (5001, 5000), (None, 5000)):
+        found = api.compare("a", "b", limit=limit)
+        assert found.ranges == tuple(Range(2 * n + 1, 1) for n in range(listed))
+        assert (found.identical, found.complete) == (False, listed == 5000)
+    found = api.compare("a", "b")
+    assert (len(found.ranges), found.complete) == (1000, False)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_would_find_nothing_is_refused(here: Path, limit: int) -> None:
+    (here / "a").write_bytes(b"a")
+    (here / "b").write_bytes(b"b")
+    with pytest.raises(UsageError, match="limit must be at least 1"):
+        api.compare("a", "b", limit=limit)
 
 
 # --- memory, progress, usage ----------------------------------------------------------------------------------------
