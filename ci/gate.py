@@ -28,7 +28,10 @@ def main() -> int:
         options = options_of_inputs(for_check=bool(sums))
     except ValueError as error:
         return fail(str(error))
-    return check(sums, images, options) if sums else checksum(images, options)
+    try:
+        return check(sums, images, options) if sums else checksum(images, options)
+    except ValueError as error:  # json's and UnicodeDecodeError: imgsum ended in the middle of a line
+        return fail(f"what imgsum printed is not JSON: {error}")
 
 
 def check(sums: list[str], images: list[str], options: list[str]) -> int:
@@ -78,7 +81,8 @@ def run(arguments: list[str]) -> tuple[list[dict[str, Any]], int]:
     sys.stdout.buffer.write(done.stdout)
     sys.stdout.flush()
     status = done.returncode if done.returncode in (0, 1, 2) else TROUBLE  # by a signal, it is negative
-    return [json.loads(line) for line in done.stdout.decode().splitlines()], status
+    # Names may have U+2028 and other ends of lines that JSON does not escape: only a newline ends a line here.
+    return [json.loads(line) for line in done.stdout.split(b"\n") if line], status
 
 
 def options_of_inputs(*, for_check: bool) -> list[str]:
@@ -105,7 +109,7 @@ def flag(name: str) -> bool:
 
 def lines_of(name: str) -> list[str]:
     """An input of several lines."""
-    return [line.strip() for line in os.environ.get(f"IMGSUM_{name}", "").splitlines() if line.strip()]
+    return [line.strip() for line in os.environ.get(f"IMGSUM_{name}", "").split("\n") if line.strip()]
 
 
 def name_of(record: dict[str, Any]) -> str:

@@ -198,6 +198,25 @@ def test_names_stay_names(action: Callable[..., Job], workspace: Path) -> None:
     assert not [line for line in job.log.splitlines() if line.startswith("::") and "title=imgsum" not in line]
 
 
+def test_every_end_of_a_line_but_newline_is_part_of_a_name(action: Callable[..., Job], workspace: Path) -> None:
+    names = [f"a{end}b" for end in "\u2028\u2029\x85\x0b\x0c\x1c"]
+    for name in names:
+        (workspace / name).write_bytes(CONTENT)
+    (workspace / "SUMS").write_bytes(b"".join(f"{SUM}  {name}\n".encode() for name in names))
+    job = action(sums="SUMS", images="\n".join(names))
+    assert (job.status, job.outputs) == (0, {"status": "0", "verified": str(len(names))})
+
+
+def test_output_that_is_not_json_fails(action: Callable[..., Job], tmp_path: Path) -> None:
+    python = tmp_path / "temp" / "imgsum" / "bin" / "python"
+    half = tmp_path / "half"
+    half.write_text("import sys\nimport gate\nsys.executable = '/bin/echo'\nsys.exit(gate.main())\n")
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={ROOT / 'ci'} exec {sys.executable} {half}\n")
+    job = action(sums="SUMS")
+    assert (job.status, job.outputs) == (2, {"status": "2", "verified": "0"})
+    assert "::error title=imgsum::what imgsum printed is not JSON: " in job.log
+
+
 def test_nothing_in_the_workspace_is_imported(action: Callable[..., Job], workspace: Path) -> None:
     (workspace / "imgsum").mkdir()
     for name in ("imgsum/__init__.py", "imgsum/__main__.py", "json.py", "subprocess.py"):
