@@ -21,6 +21,10 @@ from imgsum.source import OpenOptions, is_nbd_uri, is_stream
 from imgsum.source.stream import stream_descriptor
 from imgsum.sums import Line, MalformedError, parse_line, read_lines
 
+_PATIENCE = 1000
+"""Malformed lines, and no other, after which a file is given up: an image that was named by mistake, 200 MB of random
+bytes, has 780,000 of them, and to report them all took 20 s."""
+
 OK, MISMATCH, ERROR, MISSING, MALFORMED = "ok", "mismatch", "error", "missing", "malformed"
 
 
@@ -109,19 +113,21 @@ def check_sums(
     zero: bool = False,
     relative_to_sums: bool = False,
     ignore_missing: bool = False,
+    ignore_malformed: bool = False,
     offset: int = 0,
     length: int | None = None,
     watcher: Watcher | None = None,
 ) -> Generator[Verdict, None, None]:
     """A verdict for each line of the file SUMS (`-`: standard input), in order. All images share one pool.
 
-    HOW: what plain lines are. ZERO: lines end with NUL, and nothing is escaped.
+    HOW: what plain lines are. ZERO: lines end with NUL, and nothing is escaped. IGNORE_MALFORMED: don't give up where
+    line after line is malformed.
     """
     directory = os.path.dirname(sums) if relative_to_sums and sums != "-" else ""
     waiting: deque[_Entry] = deque()
 
     def tasks() -> Iterator[Task]:
-        for line in _lines(sums, how, zero):
+        for line in _lines(sums, how, zero, ignore_malformed):
             entry = _entry(line, sums, directory, how, options, ignore_missing)
             waiting.append(entry)
             yield entry.task
@@ -134,9 +140,10 @@ def check_sums(
         results.close()
 
 
-def _lines(sums: str, how: Construction, zero: bool) -> Iterator[Line | Error]:
+def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> Iterator[Line | Error]:
     """The lines of SUMS that have content, and errors in the place of those that can't be taken."""
     found = False
+    malformed = 0
     try:
         fd = 0 if sums == "-" else os.open(sums, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -144,7 +151,11 @@ def _lines(sums: str, how: Construction, zero: bool) -> Iterator[Line | Error]:
                 try:
                     line = parse_line(number, text, how, zero)
                 except MalformedError as error:
+                    malformed += 1
                     yield error.about(sums)
+                    if malformed == _PATIENCE and not (found or ignore_malformed):
+                        yield OpenError(f"is no file of checksums: its first {malformed} lines are malformed", name=sums)
+                        return
                     continue
                 if line is not None:
                     found = True
@@ -249,9 +260,8 @@ def _is_block_device(path: str) -> bool:
         return False
 
 
-def count_lines(sums: str, zero: bool) -> int | None:
-    """About how many images SUMS lists, for the progress; None when it can't be read twice."""
-    if not _is_file(sums):
+def count_verdicts(sums: str, how: Construction, *, zero: bool, ignore_malformed: bool) -> int | None:
+    """How many verdicts check_sums() will give, for the progress; None when SUMS can't be read twice."""
+    if sums == "-" or not _is_file(sums):
         return None
-    with open(sums, "rb", buffering=0) as file:
-        return sum(1 for _, line in read_lines(file.fileno(), zero) if line and not line.startswith(b"#"))
+    return sum(1 for _ in _lines(sums, how, zero, ignore_malformed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from imgsum import blkhash, checking, report
+from imgsum.blkhash import Construction
 from imgsum.checking import Tally, Verdict
 from imgsum.checksums import Watcher
 from imgsum.comparison import Pair
@@ -21,7 +22,7 @@ def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | Non
     for name in names:
         if hasattr(name, "words"):
             raise UsageError(f"check reads files of checksums, not a command: '{printable(name)}'")
-    watcher = watch(_count_lines(names, arguments))
+    watcher = watch(_count_verdicts(names, arguments))
     try:
         return max([_check_file(name, arguments, options, watcher) for name in names])
     finally:
@@ -29,23 +30,28 @@ def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | Non
             watcher.end()
 
 
-def _count_lines(names: list[str], arguments: Arguments) -> int | None:
+def _count_verdicts(names: list[str], arguments: Arguments) -> int | None:
     if arguments.progress_fd is None:  # nobody else wants to know
         return None
-    counts = [checking.count_lines(name, arguments.zero) for name in names]
+    how, zero, ignore = _construction(arguments), arguments.zero, arguments.ignore_malformed
+    counts = [checking.count_verdicts(name, how, zero=zero, ignore_malformed=ignore) for name in names]
     return sum(count or 0 for count in counts) if None not in counts else None
 
 
+def _construction(arguments: Arguments) -> Construction:
+    return blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
+
+
 def _check_file(sums: str, arguments: Arguments, options: OpenOptions, watcher: Watcher | None) -> int:
-    how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
     tally = Tally()
     verdicts = checking.check_sums(
         sums,
-        how,
+        _construction(arguments),
         options,
         zero=arguments.zero,
         relative_to_sums=arguments.relative_to_sums,
         ignore_missing=arguments.ignore_missing,
+        ignore_malformed=arguments.ignore_malformed,
         offset=arguments.offset,
         length=arguments.length,
         watcher=watcher,

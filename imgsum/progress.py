@@ -137,7 +137,8 @@ class Descriptor:
     def _percent(self, done: int, size: int) -> None:
         if not self._images:
             return
-        percent = 100 * (self._ended * size + done) // (self._images * size)  # 100 only when it is all
+        # 100 only when it is all; and no more, should there be more images than were counted.
+        percent = min(100, 100 * (self._ended * size + done) // (self._images * size))
         if percent > self._last:
             self._last = percent
             self._write(f"{percent}/100\n")

@@ -176,6 +176,21 @@ def test_utf_16_and_nul(imgsum: Imgsum, here: Path) -> None:
     assert "-: line 1: line has a NUL in it" in ended.errors
 
 
+def test_what_is_no_file_of_checksums_is_given_up(imgsum: Imgsum, here: Path) -> None:
+    text = b"hello\n" * 999
+    for more in (b"", lines("good"), lines("good") + b"hello\n" * 1000 + lines("good")):
+        ended = imgsum("check", stdin=text + more)
+        assert (ended.text, ended.status) == ("good: OK\n" * more.count(b"good"), 2)
+        assert "no file of checksums" not in ended.errors
+    text += b"hello\n"
+    ended = imgsum("check", stdin=text + b"hello\n" * 100_000 + lines("good"))
+    assert (ended.stdout, ended.status) == (b"", 2)
+    assert len(ended.errors.splitlines()) == 1000 + 2
+    assert "imgsum: -: is no file of checksums: its first 1000 lines are malformed\n" in ended.errors
+    ended = imgsum("check", "--ignore-malformed", stdin=text + lines("good"))
+    assert (ended.text, ended.status) == ("good: OK\n", 0)
+
+
 def test_a_recorded_failure_is_no_success(imgsum: Imgsum, here: Path) -> None:
     made = imgsum("checksum", "--json", "good", "missing")
     assert made.status == 2
@@ -401,6 +416,30 @@ def test_progress(imgsum: Imgsum, here: Path) -> None:
     os.close(to_write)
     assert started.finish().status == 2
     assert os.read(reader, 1000) == b"0/100\n25/100\n50/100\n75/100\n100/100\n"
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("rest", "percents"),
+    [
+        (b"# nothing\n", [0, 50, 100]),  # that there is none is a verdict
+        (b" \t# a comment\n\r\n \n", [0, 50, 100]),
+        (b"hello\n", [0, 33, 66, 100]),
+        (b"hello\n" * 2000, [number * 100 // 1002 for number in range(0, 1003)]),
+        (b"\xef\xbb\xbf# a comment\r\n" + lines("good"), [0, 50, 100]),
+        (b"x" * 100_000 + b"\n" + lines("good"), [0, 33, 66, 100]),
+    ],
+)
+def test_progress_counts_what_has_a_verdict(
+    imgsum: Imgsum, here: Path, rest: bytes, percents: list[int]
+) -> None:
+    (here / "sums").write_bytes(lines("good"))
+    (here / "rest").write_bytes(rest)
+    reader, to_write = os.pipe()
+    imgsum("check", "--progress-fd", str(to_write), "sums", "rest", pass_fds=[to_write])
+    os.close(to_write)
+    expected = "".join(f"{percent}/100\n" for percent in sorted(set(percents)))
+    assert os.read(reader, 1000).decode() == expected
     os.close(reader)
 
 

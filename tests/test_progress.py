@@ -49,6 +49,10 @@ class TestDescriptor:
         assert self.written(1, ("begin", "-", None), ("advance", 5), ("end",)) == "0/100\n100/100\n"
         assert self.written(2, ("begin", "a", 10), ("end",), ("begin", "b", 10), ("end",)) == "0/100\n50/100\n100/100\n"
 
+    def test_more_images_than_were_counted(self) -> None:
+        calls = [("begin", "a", 10), ("end",), ("begin", "b", 10), ("advance", 5), ("end",)]
+        assert self.written(1, *calls) == "0/100\n100/100\n"
+
     def test_ended_twice(self) -> None:
         assert self.written(1, ("begin", "a", 10), ("advance", 10), ("end",), ("end",)) == "0/100\n100/100\n"
 
