@@ -196,8 +196,8 @@ def to_json(record: dict[str, object]) -> str:
 def stats_record(stats: Stats) -> dict[str, object]:
     """STATS for JSON."""
     record: dict[str, object] = stats._asdict()
-    record["seconds"] = round(stats.seconds, 6)
-    return {**record, **record.pop("facts")}  # type: ignore[dict-item]
+    del record["facts"]
+    return {**record, "seconds": round(stats.seconds, 6), **stats.facts}
 
 
 def stats_text(stats: Stats) -> str:

@@ -200,6 +200,7 @@ def test_json_stats(here: Path, imgsum: Imgsum) -> None:
     assert stats["requests"] >= 1
     assert stats["seconds"] > 0
     assert stats["cache"] in ("none", "writeback")
+    assert list(stats) == ["bytes_read", "zero_bytes", "extents", "requests", "seconds", "cache"]
 
 
 def test_stats_for_people(here: Path, imgsum: Imgsum) -> None:
