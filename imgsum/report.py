@@ -1,4 +1,4 @@
-"""Results -> lines or JSON on standard output, notes and errors on standard error. The only module that prints."""
+"""Results -> lines or JSON on standard output, notes and errors on standard error. Only progress.py prints besides."""
 
 from __future__ import annotations
 
@@ -27,13 +27,22 @@ class OutputError(Error):
 def write(line: str, end: str = "\n") -> None:
     """LINE on standard output, now, with names as the bytes that they are. Raises OutputError, BrokenPipeError."""
     try:
-        data = memoryview(os.fsencode(line + end))
-        while data:
-            data = data[os.write(1, data) :]
+        _write_all(1, os.fsencode(line + end))
     except BrokenPipeError:
         raise
     except OSError as error:
         raise OutputError((error.strerror or str(error)).lower(), name="standard output") from error
+
+
+def _write_all(fd: int, text: bytes) -> None:
+    data = memoryview(text)
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # a pipe or terminal that somebody who shares it made non-blocking, and it is full
+            import select
+
+            select.select([], [fd], [])
 
 
 def write_lines(lines: Iterable[str]) -> None:
@@ -55,7 +64,7 @@ def write_lines(lines: Iterable[str]) -> None:
 def warn(text: str) -> None:
     """`imgsum: TEXT` on standard error. Where nobody can be told, the exit status has to do."""
     with contextlib.suppress(OSError):
-        os.write(2, f"imgsum: {text}\n".encode("utf-8", "backslashreplace"))
+        _write_all(2, f"imgsum: {text}\n".encode("utf-8", "backslashreplace"))
 
 
 def checksum_line(result: Checksum, *, tag: bool = False, zero: bool = False) -> str:
