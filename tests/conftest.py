@@ -120,10 +120,19 @@ def mounted(root: None, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
                 text=True,
             )
             need(made.returncode == 0, f"{kind} can't be mounted here: {made.stderr.strip()}")
-            cleanup.callback(subprocess.run, [find_tool("umount"), str(directory)], check=True)
+            cleanup.callback(_unmount, directory)
             return directory
 
         yield mount
+
+
+def _unmount(directory: Path) -> None:
+    command = [find_tool("umount"), str(directory)]
+    for _ in range(20):  # something else on the machine may be looking at it: busy, status 32
+        if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+            return
+        time.sleep(0.1)
+    subprocess.run([*command, "--lazy"], check=True)
 
 
 @pytest.fixture
