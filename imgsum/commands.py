@@ -9,12 +9,9 @@ from imgsum.blkhash import Construction
 from imgsum.checking import Tally, Verdict
 from imgsum.checksums import Watcher
 from imgsum.comparison import Pair
-from imgsum.errors import Error, UsageError, printable
+from imgsum.errors import DIFFERENT, OK, TROUBLE, Error, UsageError, printable
 from imgsum.options import Arguments
 from imgsum.source import OpenOptions
-
-OK, DIFFERENT, TROUBLE = 0, 1, 2
-
 
 def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Watcher | None]) -> int:
     """Verify what each sums file lists. The status is the worst of theirs."""
@@ -83,11 +80,17 @@ def _print_verdict(verdict: Verdict, arguments: Arguments) -> None:
             report.write(report.verdict_line(verdict))
     if arguments.stats and verdict.checksum is not None and not arguments.json:
         report.warn(f"{printable(verdict.checksum.name)}: {report.stats_text(verdict.checksum.stats)}")
-    if verdict.error is None or verdict.status == checking.MISSING:
-        return
-    hushed = arguments.status or (verdict.status == checking.MALFORMED and arguments.ignore_malformed)
-    if verdict.status == checking.ERROR or arguments.warn or not hushed:
+    if verdict.error is not None and _is_told(verdict.status, arguments):
         report.warn(str(verdict.error))
+
+
+def _is_told(status: str, arguments: Arguments) -> bool:
+    """Whether what more there is to say of a verdict of STATUS is said."""
+    if status == checking.MALFORMED:
+        return arguments.warn or not (arguments.status or arguments.ignore_malformed)
+    if status == checking.MISMATCH:  # a hint
+        return not (arguments.status or arguments.quiet)
+    return status == checking.ERROR
 
 
 def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, watcher: Watcher | None) -> int:

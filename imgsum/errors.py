@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+OK, DIFFERENT, TROUBLE = 0, 1, 2
+"""Exit statuses, as cmp and diff have them."""
+
 
 def printable(name: str) -> str:
     """NAME fit for a message: control and undecodable characters escaped, so that no terminal obeys them."""
@@ -27,7 +30,7 @@ class Error(Exception):
     offset: where in the image's content or file, in bytes, or None.
     """
 
-    exit_status = 2
+    exit_status = TROUBLE
 
     def __init__(self, reason: str, *, name: str | None = None, offset: int | None = None) -> None:
         super().__init__(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -60,6 +61,8 @@ def test_a_mismatch(imgsum: Imgsum, here: Path) -> None:
     counts = b"imgsum: WARNING: 1 computed checksum did NOT match\n"
     assert imgsum("check", "sums") == (b"bad: FAILED\n", counts, 1)
     assert imgsum("check", "--quiet", "sums") == (b"bad: FAILED\n", counts, 1)
+    assert imgsum("check", "--quiet", stdin=lines("bad")) == (b"bad: FAILED\n", counts, 1)  # and no hint
+    assert imgsum("check", "--status", "-w", stdin=lines("bad")) == (b"", b"", 1)
     assert imgsum("check", "--status", "sums") == (b"", b"", 1)
 
 
@@ -464,6 +467,28 @@ def test_full_disk_and_closed_pipe(imgsum: Imgsum, here: Path) -> None:
     ended = imgsum("check", "sums", stdout=to_write)
     os.close(to_write)
     assert (ended.stderr, ended.status) == (b"", -13)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_full_pipe_that_does_not_block(imgsum: Imgsum, here: Path, stream: str) -> None:
+    (here / "sums").write_bytes(lines("good" if stream == "stdout" else "missing"))
+    reader, to_write = os.pipe()
+    os.set_blocking(to_write, False)
+    full = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            full += os.write(to_write, b"x" * 4096)
+    started = imgsum.start("check", "sums", **{stream: to_write})
+    os.close(to_write)
+    wait_until_it_waits(started.process.pid)
+    with open(reader, "rb") as pipe:
+        told = pipe.read()[full:]
+    ended = started.finish()
+    if stream == "stdout":
+        assert (told, ended.stderr, ended.status) == (b"good: OK\n", b"", 0)
+    else:
+        assert told.startswith(b"imgsum: missing: no such file or directory\nimgsum: WARNING: 1 listed file")
+        assert ended.status == 2
 
 
 # --- Python ---------------------------------------------------------------------------------------------------------
