@@ -13,6 +13,7 @@ from imgsum.errors import DIFFERENT, OK, TROUBLE, Error, UsageError, printable
 from imgsum.options import Arguments
 from imgsum.source import OpenOptions
 
+
 def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Watcher | None]) -> int:
     """Verify what each sums file lists. The status is the worst of theirs."""
     names = arguments.names or ["-"]

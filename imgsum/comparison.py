@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 from imgsum import differences
 from imgsum.checksums import Watcher, buffers_in_flight
-from imgsum.comparison_pieces import Piece, Run, pieces_of_a_stream, pieces_of_two
+from imgsum.comparison_pieces import ComparisonJob, Piece, pieces_of_a_stream, pieces_of_two
 from imgsum.content import Content, Image, image_name, open_content
 from imgsum.differences import Range
 from imgsum.errors import Error, UsageError
@@ -58,8 +58,9 @@ def compare(
     """Compare the content of two images, or LENGTH bytes of it from OFFSET.
 
     A longer image whose rest is all zeros has the same content, unless STRICT. limit: stop after so many differing
-    ranges, at least 1, and say whether there are more; None lists all of them, however many there are. options: how the first image is opened and read;
-    second_options: how the second is, where that differs. Raises an imgsum.Error when either can't be read.
+    ranges, at least 1, and say whether there are more; None lists all of them, however many there are. options: how
+    the first image is opened and read; second_options: how the second is, where that differs. Raises an imgsum.Error
+    when either can't be read.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be at least 1, or None: {limit}")
@@ -89,7 +90,7 @@ class Pair:
             raise UsageError("both images are streams: only one of them can be")
         self.names = image_name(first), image_name(second)
         piece_size = min(options.request_size, _LARGEST_PIECE)
-        self._run = Run(piece_size, buffers_in_flight(WORKERS, 2 * piece_size, options))
+        self._job = ComparisonJob(piece_size, buffers_in_flight(WORKERS, 2 * piece_size, options))
         self._offset, self._length = offset, length
         self._done = self._bytes_read = self._requests = 0
         self._started = time.monotonic()
@@ -123,7 +124,7 @@ class Pair:
         return Stats(
             self._bytes_read,
             2 * self._done - self._bytes_read,
-            self._run.extents,
+            self._job.extents,
             self._requests,
             time.monotonic() - self._started,
             {**first.facts(), **{f"second_{key}": value for key, value in second.facts().items()}},
@@ -151,7 +152,10 @@ class Pair:
                 raise error.about(name) from error.__cause__
 
     def close(self) -> None:
-        """End what runs, and close both. Closing twice is harmless."""
+        """End what runs, and close both. Closing twice is harmless.
+
+        Some worker may still be stuck in a read, of a server that does not answer: closing the source ends that.
+        """
         if self._running:
             self._running.close()
         while self._sides:
@@ -166,18 +170,18 @@ class Pair:
     def _size(self, side: Content | Stream) -> int | None:
         if isinstance(side, Content):
             return side.length
-        return side.position - self._offset if self._run.stream_ended else None
+        return side.position - self._offset if self._job.stream_ended else None
 
     def _maps(
         self, strict: bool, most: int | None, watcher: Watcher | None
     ) -> Generator[tuple[int, bytes | int], None, None]:
         """Maps of what differs, as differences.ranges() takes them, in content order; at most MOST of each piece."""
-        self._run.strict, self._run.most = strict, most
+        self._job.strict, self._job.most = strict, most
         if watcher:
             known = [size for size in self.sizes if size is not None]
             watcher.begin(self.names[0], max(known) if len(known) == 2 else None)
         try:
-            with Pipeline[Piece](self._run.workers) as pool:
+            with Pipeline[Piece](self._job.workers) as pool:
                 for piece in pool.run(self._pieces()):
                     if piece.error is not None:
                         raise piece.error
@@ -188,7 +192,6 @@ class Pair:
                     if watcher:
                         watcher.advance(self._done)
         finally:
-            self._run.stopped = True
             if watcher:
                 watcher.end()
 
@@ -196,11 +199,11 @@ class Pair:
         first, second = self._sides
         try:
             if isinstance(first, Content) and isinstance(second, Content):
-                yield from pieces_of_two(self._run, first, second)
+                yield from pieces_of_two(self._job, first, second)
             elif isinstance(first, Stream) and isinstance(second, Content):
-                yield from pieces_of_a_stream(self._run, first, second, self._length)
+                yield from pieces_of_a_stream(self._job, first, second, self._length)
             elif isinstance(first, Content) and isinstance(second, Stream):
-                yield from pieces_of_a_stream(self._run, second, first, self._length)
+                yield from pieces_of_a_stream(self._job, second, first, self._length)
         except Exception as error:  # in content order, like a worker's
             last = Piece(0, 0)
             last.error = error

@@ -21,10 +21,10 @@ _ALIGNMENT = 64 * KIB  # of extents, so that both sides read whole pages and clu
 _STRETCH = 64 * MIB  # of data extents that are merged before they are laid over those of the other side
 
 
-class Run:
+class ComparisonJob:
     """What the pieces of one comparison have in common, and how it goes."""
 
-    __slots__ = ("extents", "most", "piece_size", "stopped", "stream_ended", "strict", "workers")
+    __slots__ = ("extents", "most", "piece_size", "stream_ended", "strict", "workers")
 
     def __init__(self, piece_size: int, workers: int) -> None:
         self.piece_size = piece_size
@@ -34,71 +34,65 @@ class Run:
         """What only the longer side has is different, whatever it is."""
         self.most: int | None = None
         """Maps that are wanted of one piece; None: all."""
-        self.stopped = False
-        """Nobody wants more: what is left in the queue is not read."""
         self.stream_ended = False
         self.extents = 0
         """Of both sides, as the sources tell them."""
 
 
-def pieces_of_two(run: Run, first: Content, second: Content) -> Iterator[Piece]:
+def pieces_of_two(job: ComparisonJob, first: Content, second: Content) -> Iterator[Piece]:
     """The pieces of two images, in order. Zeros against zeros are never read."""
     end = max(first.end, second.end)
-    for start, length, zeros in overlay(_extents(run, first, end), _extents(run, second, end)):
-        if run.strict and start >= min(first.end, second.end):
+    for start, length, zeros in overlay(_extents(job, first, end), _extents(job, second, end)):
+        if job.strict and start >= min(first.end, second.end):
             yield Piece(start, length, all_differ=True)
         else:
             sides = [None if zero else side for zero, side in zip(zeros, (first, second), strict=True)]
-            yield from _reads(run, start, length, sides)
+            yield from _reads(job, start, length, sides)
 
 
-def pieces_of_a_stream(run: Run, stream: Stream, other: Content, length: int | None) -> Iterator[Piece]:
+def pieces_of_a_stream(job: ComparisonJob, stream: Stream, other: Content, length: int | None) -> Iterator[Piece]:
     """The pieces of a stream and an image, or of LENGTH bytes of both.
 
     The stream is read here, into buffers that the workers give back: their number bounds what is in flight.
     """
     buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(run.workers):
-        buffers.put(memoryview(page_aligned(run.piece_size)))
+    for _ in range(job.workers):
+        buffers.put(memoryview(page_aligned(job.piece_size)))
     skip_stream(stream, other.start, buffers)
-    expected = cut(_extents(run, other, other.end), run.piece_size)
+    expected = cut(_extents(job, other, other.end), job.piece_size)
     if length is None:  # a longer stream goes on against zeros
-        expected = chain(expected, cut([Extent(other.end, MAX_SIZE - other.end, True)], run.piece_size))
+        expected = chain(expected, cut([Extent(other.end, MAX_SIZE - other.end, True)], job.piece_size))
     for extent in expected:
-        if run.stopped:
-            return
         buffer = buffers.get()
         count = stream.fill(buffer[: extent.length])
-        if run.strict and extent.start >= other.end and count:
+        if job.strict and extent.start >= other.end and count:
             buffers.put(buffer)
             yield Piece(extent.start, count, all_differ=True)
         else:
-            yield StreamPiece(run, extent.start, count, buffer, buffers, None if extent.zero else other)
+            yield StreamPiece(job, extent.start, count, buffer, buffers, None if extent.zero else other)
         if count < extent.length:
             break
     else:
-        run.stream_ended = True
+        job.stream_ended = True
         return
     if length is not None:
         left = other.end - extent.start - count
         raise ReadError(f"the stream ends {left} bytes early", name=stream.name, offset=stream.position)
-    run.stream_ended = True
+    job.stream_ended = True
     begun = Extent(extent.start + count, extent.length - count, extent.zero)
     for rest in takewhile(lambda rest: rest.start < other.end, chain([begun], expected)):
-        if run.strict:
+        if job.strict:
             yield Piece(rest.start, rest.length, all_differ=True)
         else:
-            yield from _reads(run, rest.start, rest.length, [None if rest.zero else other])
+            yield from _reads(job, rest.start, rest.length, [None if rest.zero else other])
 
 
-def _reads(run: Run, start: int, length: int, sides: Sequence[Content | None]) -> Iterator[Piece]:
+def _reads(job: ComparisonJob, start: int, length: int, sides: Sequence[Content | None]) -> Iterator[Piece]:
     if all(side is None for side in sides):  # zeros against zeros
         yield Piece(start, length)
         return
-    for at in range(start, start + length, run.piece_size):
-        if run.stopped:
-            return
-        yield ReadPiece(run, at, min(run.piece_size, start + length - at), sides)
+    for at in range(start, start + length, job.piece_size):
+        yield ReadPiece(job, at, min(job.piece_size, start + length - at), sides)
 
 
 class Piece(pipeline.Piece):
@@ -143,38 +137,36 @@ class Piece(pipeline.Piece):
 class ReadPiece(Piece):
     """To be read from each of SIDES that isn't None, which stands for zeros, and compared."""
 
-    __slots__ = ("run", "sides")
+    __slots__ = ("job", "sides")
 
     has_work = True
 
-    def __init__(self, run: Run, start: int, length: int, sides: Sequence[Content | None]) -> None:
+    def __init__(self, job: ComparisonJob, start: int, length: int, sides: Sequence[Content | None]) -> None:
         super().__init__(start, length)
-        self.run = run
+        self.job = job
         self.sides = sides
 
     def work(self, worker: Worker) -> None:
         """See pipeline.Piece."""
-        if self.run.stopped:
-            return
         read: list[memoryview] = []
         for side in self.sides:
             if side is not None:
-                buffer = worker.buffer(self.run.piece_size, which=len(read))[: self.length]
+                buffer = worker.buffer(self.job.piece_size, which=len(read))[: self.length]
                 self.read(side, worker, buffer)
                 read.append(buffer)
-        self.differ(read[0], read[1] if len(read) == 2 else None, self.run.most)
+        self.differ(read[0], read[1] if len(read) == 2 else None, self.job.most)
 
 
 class StreamPiece(Piece):
     """Read from the stream by the feeder; to be compared with OTHER, or with zeros. The buffer is given back."""
 
-    __slots__ = ("buffer", "buffers", "other", "run")
+    __slots__ = ("buffer", "buffers", "job", "other")
 
     has_work = True
 
     def __init__(
         self,
-        run: Run,
+        job: ComparisonJob,
         start: int,
         length: int,
         buffer: memoryview,
@@ -182,7 +174,7 @@ class StreamPiece(Piece):
         other: Content | None,
     ) -> None:
         super().__init__(start, length)
-        self.run = run
+        self.job = job
         self.buffer = buffer
         self.buffers = buffers
         self.other = other
@@ -191,23 +183,23 @@ class StreamPiece(Piece):
     def work(self, worker: Worker) -> None:
         """See pipeline.Piece."""
         try:
-            if self.run.stopped or not self.length:
+            if not self.length:
                 return
             buffer = None
             if self.other is not None:
-                buffer = worker.buffer(self.run.piece_size)[: self.length]
+                buffer = worker.buffer(self.job.piece_size)[: self.length]
                 self.read(self.other, worker, buffer)
-            self.differ(self.buffer[: self.length], buffer, self.run.most)
+            self.differ(self.buffer[: self.length], buffer, self.job.most)
         finally:
             self.buffers.put(self.buffer)
 
 
-def _extents(run: Run, content: Content, end: int) -> Iterator[Extent]:
+def _extents(job: ComparisonJob, content: Content, end: int) -> Iterator[Extent]:
     """The extents of CONTENT, aligned and merged, and then, up to END, zeros."""
 
     def counted() -> Iterator[Extent]:
         for extent in content.extents():
-            run.extents += 1
+            job.extents += 1
             yield extent
 
     aligned = align(counted(), _ALIGNMENT, content.start, content.end)

@@ -428,14 +428,12 @@ def test_progress(imgsum: Imgsum, here: Path) -> None:
         (b"# nothing\n", [0, 50, 100]),  # that there is none is a verdict
         (b" \t# a comment\n\r\n \n", [0, 50, 100]),
         (b"hello\n", [0, 33, 66, 100]),
-        (b"hello\n" * 2000, [number * 100 // 1002 for number in range(0, 1003)]),
+        (b"hello\n" * 2000, [number * 100 // 1002 for number in range(1003)]),
         (b"\xef\xbb\xbf# a comment\r\n" + lines("good"), [0, 50, 100]),
         (b"x" * 100_000 + b"\n" + lines("good"), [0, 33, 66, 100]),
     ],
 )
-def test_progress_counts_what_has_a_verdict(
-    imgsum: Imgsum, here: Path, rest: bytes, percents: list[int]
-) -> None:
+def test_progress_counts_what_has_a_verdict(imgsum: Imgsum, here: Path, rest: bytes, percents: list[int]) -> None:
     (here / "sums").write_bytes(lines("good"))
     (here / "rest").write_bytes(rest)
     reader, to_write = os.pipe()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import reference
 from conftest import Imgsum, need, writer
+from fakenbd import Client, FakeNbd
 from fakes import FakeSource
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -340,6 +341,27 @@ def test_nothing_is_read_far_behind_the_first_difference(opens: dict[str, Any], 
     with Pair("a", "b", SMALL, SMALL) as pair:
         assert pair.first_difference() == 0
     assert len(second.reads) < 100  # of 1024
+
+
+@pytest.mark.parametrize("multi_conn", [True, False])
+def test_a_server_that_stops_answering_behind_the_first_difference(
+    imgsum: Imgsum, here: Path, no_leak: None, multi_conn: bool
+) -> None:
+    need(importlib.util.find_spec("nbd"), "libnbd's Python binding is not installed")
+    content = reference.content("16m:R")
+    (here / "b").write_bytes(content[:5] + b"?" + content[6:])
+
+    def on_read(client: Client, cookie: int, offset: int, length: int) -> None:
+        if offset < MIB:
+            server.answer_read(client, cookie, offset, length)
+
+    with FakeNbd(here, content, on_read=on_read, multi_conn=multi_conn) as server:
+        ended = imgsum("compare", server.uri, "b")
+        assert ended == (b"images differ at offset 5\n", b"", 1)
+        assert len(server.reads()) > 2  # it was asked for more than it answered
+        assert api.compare(server.uri, "b", length=MIB).ranges == (Range(5, 1),)
+        with Pair(server.uri, "b", OpenOptions(), OpenOptions()) as pair:
+            assert pair.first_difference() == 5
 
 
 def test_the_first_difference_wins_whatever_comes_first(opens: dict[str, Any], no_leak: None) -> None:
