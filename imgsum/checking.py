@@ -154,9 +154,8 @@ def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> 
                     malformed += 1
                     yield error.about(sums)
                     if malformed == _PATIENCE and not (found or ignore_malformed):
-                        yield OpenError(
-                            f"is no file of checksums: its first {malformed} lines are malformed", name=sums
-                        )
+                        reason = f"is no file of checksums: its first {malformed} lines are malformed"
+                        yield OpenError(reason, name=sums)
                         return
                     continue
                 if line is not None:

@@ -28,6 +28,11 @@ _NAMES: dict[str, tuple[str | None, str, str | int]] = {
     "algorithms": (None, "", 0),
 }
 
+_NAMES_HELP = {
+    "images": "a file, a block device, an NBD URI, a command in brackets, or - for standard input",
+    "sums": "a file of checksums, or - for standard input",
+}
+
 _SOURCES = """\
 an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
 nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
@@ -160,7 +165,7 @@ def command_parser(command: str, for_docs: bool = False) -> _Parser:
         prog=f"imgsum {command}",
         usage=f"imgsum {command} [OPTION]..."
         + (f" {metavar}" * count if isinstance(count, int) else f" [{metavar}]..."),
-        description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
+        description=_sentence(COMMANDS[command]),
         epilog=_EPILOGS[command],
         formatter_class=_formatter,
         add_help=False,
@@ -169,8 +174,12 @@ def command_parser(command: str, for_docs: bool = False) -> _Parser:
     ADD_OPTIONS[command](parser)
     _add_information(parser)
     if for_docs and dest:
-        parser.add_argument(dest, metavar=metavar, nargs=count)
+        parser.add_argument(dest, metavar=metavar, nargs=count, help=_NAMES_HELP[dest])
     return parser
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + ("" if text.endswith("?") else ".")
 
 
 def docs_parser() -> argparse.ArgumentParser:

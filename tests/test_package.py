@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import reference
+from conftest import need
 
 from imgsum import options
 
@@ -68,6 +71,29 @@ def test_every_option_is_in_the_man_page_and_the_completions(command: str, optio
     assert option in page
     for completion in (ROOT / "completions").iterdir():
         assert option in completion.read_text(), completion.name
+
+
+@pytest.mark.parametrize("made", ["man_pages", "completions"])
+def test_man_pages_and_completions_are_those_of_the_parser(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("argparse_manpage", "shtab"):
+        need(importlib.util.find_spec(module), f"{module} is not installed")
+    monkeypatch.setenv("COLUMNS", "80")
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools" / "make_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_docs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_docs)
+    texts = getattr(make_docs, made)()
+    assert len(texts) == {"man_pages": 1 + len(options.COMMANDS), "completions": 2}[made]
+    for path, text in texts.items():
+        assert path.read_text() == text, f"make docs: {path.name} is out of date"
+
+
+@pytest.mark.parametrize("command", options.COMMANDS)
+def test_man_pages_say_what_they_name(command: str) -> None:
+    page = (ROOT / "docs" / "man" / f"imgsum-{command}.1").read_text()
+    assert "?." not in page
+    assert not re.search(r"^\.TP\n.*\n\n", page, re.MULTILINE)  # something without a word about it
 
 
 def test_every_command_is_in_the_readme() -> None:

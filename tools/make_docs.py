@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def man_pages() -> dict[Path, str]:
     """Each page's path and text: imgsum(1), and one for each command, of the name that git and others would give it."""
+    os.environ["COLUMNS"] = "80"  # not the terminal's: the same parser gives the same page
     pages: dict[str, argparse.ArgumentParser] = {"imgsum": options.top_parser()}
     for command in options.COMMANDS:
         pages[f"imgsum-{command}"] = options.command_parser(command, for_docs=True)
