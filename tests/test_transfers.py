@@ -125,7 +125,7 @@ def test_without_a_file(hosts: Path) -> None:
     assert run(hosts, blocks) == ["images are identical\n"]
     damage(hosts / "destination" / "data.raw")
     ((host, script),) = blocks
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="images differ at offset"):
         run(hosts, [(host, script.split("\n", 1)[1])])
 
 
