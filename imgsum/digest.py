@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
 from imgsum.errors import UsageError
@@ -46,6 +47,7 @@ def canonical(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
+@lru_cache(maxsize=64)  # the same object each time, as blkhash.zero_digest() keeps what it made for one
 def load(name: str) -> Algorithm:
     """The algorithm called NAME, in any spelling. Raises UsageError."""
     name = canonical(name)
@@ -61,6 +63,7 @@ def load(name: str) -> Algorithm:
     return _load_hashlib(name)
 
 
+@lru_cache(maxsize=1)
 def blake2b_256() -> Algorithm:
     """blake2b with 32-byte digests: imageio's. Not to be chosen by name, as it is another function than blake2b."""
     import hashlib

@@ -94,6 +94,20 @@ def test_tags_and_json_say_how(algorithm: str, block_size: int) -> None:
         assert parsed.tagged
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "block_size", "construction"), [("blake2b-256", 4 << 20, "imageio"), ("sha512-256", 65536, "blkhash")]
+)
+def test_json_lines_of_one_kind_share_the_digest_of_zeros(algorithm: str, block_size: int, construction: str) -> None:
+    one = result(b"x")._replace(algorithm=algorithm, block_size=block_size, construction=construction)
+    line = report.checksum_json(one).encode()
+    before = blkhash.zero_digest.cache_info().misses
+    for number in range(1, 4):
+        parsed = parse(line, number)
+        assert parsed is not None
+        blkhash.BlkHash(parsed.how)
+    assert blkhash.zero_digest.cache_info().misses - before <= 1
+
+
 def test_imageio_says_how() -> None:
     one = result(b"x", "blake2b-256", 4 << 20, "imageio")
     for line in (report.checksum_line(one, tag=True), report.checksum_json(one)):
