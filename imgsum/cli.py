@@ -9,7 +9,7 @@ import signal
 import sys
 from types import FrameType
 
-from imgsum.errors import Error, UsageError, printable
+from imgsum.errors import OK, TROUBLE, Error, UsageError, printable
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from imgsum.checksums import Watcher
     from imgsum.options import Arguments
     from imgsum.source import OpenOptions
-
-OK, DIFFERENT, TROUBLE = 0, 1, 2
 
 
 class Interrupted(BaseException):

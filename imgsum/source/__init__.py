@@ -22,7 +22,7 @@ FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", 
 
 UNTRUSTED_MAX_SIZE = TIB
 """Bytes of content of a stranger's image, unless --max-size says otherwise: an empty one takes 0.3 s. An image of a few
-KiB may say that it has 2 EiB, whose digests of zeros would take years."""
+KiB may say that it has 2 EiB, whose digests of zeros would take days."""
 
 _NBD_SCHEMES = ("nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd+vsock://", "nbds+vsock://")
 
