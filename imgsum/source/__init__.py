@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from imgsum.errors import Error, OpenError, RefusedError, UsageError
@@ -25,6 +25,9 @@ UNTRUSTED_MAX_SIZE = TIB
 KiB may say that it has 2 EiB, whose digests of zeros would take years."""
 
 _NBD_SCHEMES = ("nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd+vsock://", "nbds+vsock://")
+
+ReadBytes = Callable[[int, int], bytes]
+"""read(offset, length): that many bytes of a file, fewer only where it ends."""
 
 
 class OpenOptions(NamedTuple):
