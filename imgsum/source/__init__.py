@@ -114,7 +114,7 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 
     A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
     """
-    name = image if isinstance(image, str) else f"[ {' '.join(image)} ]"
+    name = image if isinstance(image, str) else command_name(image)
     try:
         if options.untrusted and options.format is None:
             raise UsageError("--untrusted needs -f: what an image says of itself does not count")
@@ -128,6 +128,11 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
     except Error as error:
         raise error.about(name) from error.__cause__
     return source
+
+
+def command_name(words: Sequence[str]) -> str:
+    """What messages and checksum lines call the command of these WORDS."""
+    return f"[ {' '.join(words)} ]"
 
 
 def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
