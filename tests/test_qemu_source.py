@@ -151,7 +151,7 @@ def test_qcow2_by_qemu(image: Callable[..., Path], tmp_path: Path) -> None:
     run(qemu_img, "create", "-f", "qcow2", "-F", "qcow2", "-b", "../base,1", top)
     assert content_of(top, reader="qemu") == content_of(top) == EXPECTED
     run(qemu_img, "rebase", "-u", "-F", "qcow2", "-b", "nbd://localhost/", top)
-    with pytest.raises(RefusedError, match="only plain paths are followed"):
+    with pytest.raises(RefusedError, match="the backing file 'nbd://localhost/' is not a plain path"):
         content_of(top, reader="qemu")
     run(qemu_img, "rebase", "-u", "-F", "qcow2", "-b", "top", top)
     with pytest.raises(RefusedError, match="is its own backing file"):
@@ -505,7 +505,7 @@ def test_qed_and_qcow_with_a_backing_file(image: Callable[..., Path], tmp_path: 
         if format_name == "qed":
             assert content_of(disk) == EXPECTED
         else:
-            with pytest.raises(RefusedError, match="the format of its backing file 'base' is not recorded"):
+            with pytest.raises(RefusedError, match="the format of the backing file 'base' is not recorded"):
                 content_of(disk)
 
 
