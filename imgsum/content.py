@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from imgsum.errors import OpenError, ReadError
 from imgsum.extent import Extent, tile
 from imgsum.pipeline import Worker
-from imgsum.source import OpenOptions, Reader, Source, open_source
+from imgsum.source import OpenOptions, Reader, Source, command_name, open_source
 from imgsum.source.stream import Stream
 
 Image = str | os.PathLike[str] | Sequence[str]
@@ -23,7 +23,7 @@ def image_name(image: Image) -> str:
     """What messages and checksum lines call IMAGE."""
     if isinstance(image, (str, os.PathLike)):
         return os.fspath(image)
-    return f"[ {' '.join(image)} ]"
+    return command_name(image)
 
 
 class Content:

@@ -133,7 +133,9 @@ def _group_commands(words: Sequence[str]) -> list[str]:
                 raise UsageError("'[' without ']'")
             if not inside:
                 raise UsageError("no command between '[' and ']'")
-            command = Command(f"[ {' '.join(inside)} ]")
+            from imgsum.source import command_name  # not for --version
+
+            command = Command(command_name(inside))
             command.words = tuple(inside)
             grouped.append(command)
         else:

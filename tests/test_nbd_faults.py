@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import signal
 import socket
 import struct
@@ -441,3 +443,45 @@ def connected(pid: int) -> bool:
     with contextlib.suppress(OSError):  # what was there a moment ago is gone
         found = any(path.readlink().name.startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
     return found
+
+
+# --- before anything is read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1 << 63, (1 << 64) - 1])
+def test_a_size_that_is_too_large(short_path: Path, imgsum: Imgsum, size: int) -> None:
+    with FakeNbd(short_path, b"", size=size) as server:
+        with pytest.raises(FormatError, match=f"the NBD server's size makes no sense: {size} bytes"):
+            export(server.uri)
+        result = imgsum("checksum", server.uri)
+        assert (result.status, result.text) == (2, "")
+        assert result.errors == f"imgsum: {server.uri}: the NBD server's size makes no sense: {size} bytes\n"
+
+
+@pytest.mark.parametrize("scheme", ["nbd", "nbds"])
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        ("[::1/", "valid URI|unable to parse"),
+        ("localhost/\udcff", "is not a valid URI: bytes that are not UTF-8 are written %XX"),
+        ("localhost/\0", "is not a valid URI"),
+    ],
+)
+def test_uris_that_are_none(scheme: str, rest: str, reason: str) -> None:
+    with pytest.raises(OpenError, match=reason):
+        export(f"{scheme}://{rest}")
+
+
+def test_no_descriptor_is_left(servers: Servers) -> None:
+    uri = servers.nbdkit("memory", "1M").uri
+    assert export(uri) == reference.blkhash(bytes(MIB))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                stack.enter_context(open(os.devnull, "rb"))
+        with pytest.raises(OpenError, match="too many open files"):
+            export(uri)
+    assert export(uri) == reference.blkhash(bytes(MIB))

@@ -17,6 +17,7 @@ from reference import MIB
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import OpenError, ReadError, UsageError
+from imgsum.source.server import _spawn
 
 if TYPE_CHECKING:
     from conftest import Imgsum, Running
@@ -140,6 +141,30 @@ def test_many_servers_one_after_the_other(image: Image, imgsum: Imgsum, no_leak:
     assert result.text.count(EXPECTED) == 10
     for _ in range(10):
         assert checksum(words[1:-1]).size == reference.size(SPEC) <= 6 * MIB
+
+
+def test_descriptors_do_not_take_each_others_numbers(tmp_path: Path) -> None:
+    """Whatever numbers are in use here, among them those where the server's descriptors go."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(name: str) -> int:
+            (tmp_path / name).touch()
+            fd = os.open(tmp_path / name, os.O_RDWR)
+            stack.callback(os.close, fd)
+            return fd
+
+        null, out = opened("null"), opened("out")
+        images = {number: opened(str(number)) for number in (5, 6, 7, 69)}
+        for number, fd in images.items():
+            os.write(fd, f"{number}\n".encode())
+        while (last := os.dup(null)) < 61:  # the first copies from 32 on would be at 62 ... 71
+            stack.callback(os.close, last)
+        stack.callback(os.close, last)
+        script = "; ".join(f"cat /proc/self/fd/{number}" for number in images)
+        places = {0: null, 1: out, 2: out, 3: null, 4: null, 69: images[69], **images}
+        pid = _spawn(["/bin/sh", "-c", script], places)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "out").read_text() == "5\n6\n7\n69\n"
 
 
 def serving(running: Running) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from imgsum.errors import Error, OpenError, RefusedError, UsageError
@@ -25,6 +25,9 @@ UNTRUSTED_MAX_SIZE = TIB
 KiB may say that it has 2 EiB, whose digests of zeros would take days."""
 
 _NBD_SCHEMES = ("nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd+vsock://", "nbds+vsock://")
+
+ReadBytes = Callable[[int, int], bytes]
+"""read(offset, length): that many bytes of a file, fewer only where it ends."""
 
 
 class OpenOptions(NamedTuple):
@@ -111,7 +114,7 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 
     A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
     """
-    name = image if isinstance(image, str) else f"[ {' '.join(image)} ]"
+    name = image if isinstance(image, str) else command_name(image)
     try:
         if options.untrusted and options.format is None:
             raise UsageError("--untrusted needs -f: what an image says of itself does not count")
@@ -125,6 +128,11 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
     except Error as error:
         raise error.about(name) from error.__cause__
     return source
+
+
+def command_name(words: Sequence[str]) -> str:
+    """What messages and checksum lines call the command of these WORDS."""
+    return f"[ {' '.join(words)} ]"
 
 
 def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from imgsum.errors import OpenError, ReadError
+from imgsum.errors import FormatError, OpenError, ReadError, os_error_reason
 from imgsum.source import libnbd
 
 ALLOCATION = "base:allocation"
@@ -49,6 +49,10 @@ class Connection:
     def __init__(self, start: Callable[[Any], None], *, ask_extents: bool, io_timeout: float | None) -> None:
         """START(handle) starts connecting, e.g. by its aio_connect_uri. Nothing is connected yet: see connect()."""
         nbd = libnbd.load()
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise OpenError(os_error_reason(error)) from error
         self.handle: Any = nbd.NBD()
         self._from_buffer = nbd.Buffer.from_buffer
         self._nbd_error: type[Exception] = nbd.Error
@@ -67,7 +71,6 @@ class Connection:
         self._ready = False
         self._failure: str | None = None
         """Why nothing works any more, once that is so."""
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
         self._polling = False
@@ -82,6 +85,16 @@ class Connection:
                 self._move(deadline, f"the NBD server was not ready within {timeout:g} seconds")
         except self._nbd_error as error:
             raise OpenError(libnbd.words(error)) from libnbd.cause(error)
+
+    def size(self) -> int:
+        """Bytes of the export. Raises FormatError: the protocol has 64 bits for it, a file's offset has 63."""
+        try:
+            size = int(self.handle.get_size())
+        except self._nbd_error:  # -1 in libnbd's signed number
+            size = -1
+        if size < 0:
+            raise FormatError(f"the NBD server's size makes no sense: {size % (1 << 64)} bytes")
+        return size
 
     def _begin(self, deadline: float, timeout: float) -> None:
         """Call START in a thread of its own: it may look up a host name, which no signal interrupts."""

@@ -49,6 +49,8 @@ def open_nbd(uri: str, options: OpenOptions) -> NbdSource:
     """Open the export that URI names; see nbd_connect_uri(3). Raises an imgsum.Error."""
     if options.format not in (None, "raw"):
         raise UsageError(f"an NBD export can't be read as {options.format}: its content is what the server makes of it")
+    if "\0" in uri or any("\ud800" <= char <= "\udfff" for char in uri):
+        raise OpenError("is not a valid URI: bytes that are not UTF-8 are written %XX")
     tls = uri.startswith("nbds")
 
     def start(handle: Any) -> None:
@@ -92,7 +94,7 @@ class NbdSource:
         try:
             self._first = self._connect(options.connect_timeout, ask_extents=options.extents)
             handle = self._first.handle
-            self.size: int = handle.get_size()
+            self.size = self._first.size()
             self._limits = _limits(handle, options.request_size)
             self._ask: bool = options.extents and handle.can_meta_context(ALLOCATION)
             multi_conn = handle.can_multi_conn()
@@ -167,7 +169,7 @@ class NbdSource:
             connection = self._connect(min(_EXTRA_TIMEOUT, self._options.connect_timeout), ask_extents=False)
         except OpenError:
             return self._first
-        if connection.handle.get_size() != self.size:
+        if connection.size() != self.size:
             raise ChangedError("the NBD export's size changed while it was read")
         return connection
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from imgsum.errors import FormatError, RefusedError, TruncatedError
-from imgsum.source.reach import ReadBytes, check_reach
+from imgsum.source import ReadBytes
+from imgsum.source.reach import AT_END, KDMV, check_reach, sparse_headers
 from imgsum.units import KIB
 
 
@@ -49,7 +50,7 @@ def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent) -> None:
     """As inspect(), for a file beside a VMDK descriptor: it may not lead anywhere else."""
     if size < extent.needs:
         raise TruncatedError(f"truncated: '{extent.name}' has {size} of {extent.needs} bytes")
-    if extent.sparse and read(0, 4) == b"KDMV":
+    if extent.sparse:
         _sparse_vmdk(read, size)
         check_reach(read, size, "vmdk")
 
@@ -69,16 +70,6 @@ def _vpc(read: ReadBytes, size: int) -> Links:
         raise RefusedError(f"is a VHD of a type that QEMU does not know: {kind}")
     if footer is start and not end.startswith(b"conectix"):
         raise TruncatedError("truncated: the VHD's footer is not where the file ends")
-    return Links()
-
-
-def _vdi(read: ReadBytes, size: int) -> Links:
-    """VDI: all its blocks lie in a row, so that their number says how long the file is."""
-    header = read(0, 512)
-    if len(header) == 512:
-        data, block_size, allocated = (struct.unpack_from("<I", header, at)[0] for at in (0x158, 0x178, 0x184))
-        if data + block_size * allocated > size:
-            raise TruncatedError(f"truncated: the file has {size} of {data + block_size * allocated} bytes")
     return Links()
 
 
@@ -120,8 +111,6 @@ def _qcow2(read: ReadBytes, size: int) -> Links:
 _SECTOR = 512
 _DESCRIPTOR_LIMIT = 1024 * KIB
 _EMBEDDED_LENGTH = 20 * _SECTOR  # what QEMU reads at sector 1 to look for a parent
-_KDMV = struct.Struct("<4sIIQQQQIQQQ")
-_AT_END = (1 << 64) - 1  # a streamOptimized image's grain directory: its offset is in a footer
 
 _EXTENT = re.compile(
     r'(RW|RDONLY) +([0-9]{1,18}) +(FLAT|SPARSE|VMFS|VMFSSPARSE|SESPARSE) +"([^"]+)"(?: +([0-9]{1,18}))?'
@@ -138,10 +127,7 @@ class _Descriptor(NamedTuple):
 
 
 def _vmdk(read: ReadBytes, size: int) -> Links:
-    magic = read(0, 4)
-    if magic == b"COWD":
-        return Links()
-    if magic == b"KDMV":
+    if read(0, 4) in (KDMV, b"COWD"):
         return _sparse_vmdk(read, size)
     descriptor = _parse_descriptor(read(0, _DESCRIPTOR_LIMIT))
     _refuse_parent(descriptor.settings)
@@ -161,34 +147,23 @@ def _vmdk(read: ReadBytes, size: int) -> Links:
 
 def _sparse_vmdk(read: ReadBytes, size: int) -> Links:
     """A VMDK that holds its content, and mostly its descriptor too, of which QEMU uses only the parent."""
-    header = read(0, _SECTOR)
-    if len(header) < _SECTOR:
-        raise TruncatedError("truncated: the file ends in the VMDK's header")
-    capacity, descriptor_at, descriptor_length, directory = _sparse_fields(header)
-    if directory == _AT_END:
-        # The header is repeated, completed, before the end-of-stream marker.
-        footer = read(max(0, size - 1024), _SECTOR)
-        if not footer.startswith(b"KDMV") or len(footer) < _SECTOR:
-            raise TruncatedError("truncated: the VMDK's footer is not where the file ends")
-        capacity = min(capacity, _sparse_fields(footer)[0])
-    if capacity == 0:
+    if read(0, 4) != KDMV:
+        # COWD and SESPARSE: ESXi's, mostly snapshots. QEMU does not look at their parents.
+        raise RefusedError("is a VMDK of a kind that QEMU may read wrongly: vmfsSparse or seSparse (convert it first)")
+    header, footer = sparse_headers(read, size)
+    if min(header.capacity, footer.capacity) == 0:
         # QEMU takes its descriptor for that of a split image, whose extents are any files of this host.
         raise RefusedError("is a VMDK without a capacity, whose content would be in other files")
     places = {(_SECTOR, _EMBEDDED_LENGTH)}
-    if descriptor_at and descriptor_at != _AT_END:
-        places.add((descriptor_at * _SECTOR, min(descriptor_length * _SECTOR, _DESCRIPTOR_LIMIT)))
-    for offset, length in places if descriptor_at else ():
+    if header.descriptor and header.descriptor != AT_END:
+        length = min(header.descriptor_length * _SECTOR, _DESCRIPTOR_LIMIT)
+        places.add((header.descriptor * _SECTOR, length))
+    for offset, length in places if header.descriptor else ():
         descriptor = _parse_descriptor(read(offset, length))
         _refuse_parent(descriptor.settings)
         if len(descriptor.extents) > 1:
             raise RefusedError("is a VMDK of several extents, of which this file is one")
     return Links()
-
-
-def _sparse_fields(header: bytes) -> tuple[int, int, int, int]:
-    """Capacity, the descriptor's place and length, and the grain directory's place: in sectors."""
-    _, _, _, capacity, _, at, length, _, _, directory, _ = _KDMV.unpack_from(header)
-    return capacity, at, length, directory
 
 
 def _parse_descriptor(raw: bytes) -> _Descriptor:
@@ -226,7 +201,6 @@ _INSPECTORS: dict[str, Callable[[ReadBytes, int], Links]] = {
     "qcow": _qcow,
     "qcow2": _qcow2,
     "qed": _qed,
-    "vdi": _vdi,
     "vmdk": _vmdk,
     "vpc": _vpc,
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedError, UsageError, os_error_reason
 from imgsum.extent import Extent
-from imgsum.source import FORMATS, OpenOptions, Reader
+from imgsum.source import OpenOptions, Reader, command_name
+from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_fact
 from imgsum.source.nbd import MOST_CONNECTIONS, NbdSource
 from imgsum.source.prescreen import Links, inspect, inspect_extent
@@ -72,7 +73,7 @@ def open_command(words: Sequence[str], options: OpenOptions) -> ServedSource:
     with contextlib.ExitStack() as stack:
         server = Server(words)
         stack.callback(server.close)
-        source = ServedSource(f"[ {' '.join(words)} ]", "raw", server, options, [])
+        source = ServedSource(command_name(words), "raw", server, options, [])
         source.also_close(stack.pop_all())
         return source
 
@@ -194,17 +195,8 @@ class _Image:
         return node
 
     def _backing(self, file: HostFile, links: Links) -> dict[str, Any]:
-        backing = os.fsdecode(links.backing_file or b"")
-        if ":" in backing.partition("/")[0]:
-            raise RefusedError(f"its backing file is given as '{backing}', and only plain paths are followed")
-        if not links.backing_format:
-            raise RefusedError(
-                f"the format of its backing file '{backing}' is not recorded"
-                " (`qemu-img rebase -u -b FILE -F FORMAT` records it)"
-            )
-        if links.backing_format not in FORMATS:  # a driver's name, which could be that of a protocol
-            raise RefusedError(f"the format of its backing file '{backing}' is not one that is read here")
-        return self.node(self._open(os.path.join(os.path.dirname(file.path), backing)), links.backing_format)
+        path, format_name = backing_file(links.backing_file or b"", links.backing_format, file)
+        return self.node(self._open(path), format_name)
 
     def _path_beside_extents(self, file: HostFile, links: Links) -> str:
         path = os.path.abspath(file.path)

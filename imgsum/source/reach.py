@@ -1,7 +1,8 @@
 """Whether an image's file has all that its tables refer to: QEMU takes what a file lacks for zeros, and says nothing.
 
 For the formats that QEMU reads for us, and only as far as that takes: the data that lies last in the file. Layouts are
-from QEMU's block/vmdk.c, qed.h, qcow.c, parallels.c and vhdx.h.
+from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c, qed.h, vdi.c, vhdx.h and vmdk.c. (Of vpc, QEMU looks
+itself.)
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from imgsum.errors import FormatError, TruncatedError
+from imgsum.source import ReadBytes
 from imgsum.units import KIB
-
-ReadBytes = Callable[[int, int], bytes]
-"""read(offset, length): that many bytes of the file, fewer only where it ends."""
 
 _PART = 64 * KIB  # bytes of a table that are read at a time
 
@@ -40,46 +39,122 @@ def check_reach(read: ReadBytes, size: int, format_name: str) -> None:
         raise TruncatedError(f"truncated: the file has {size} of at least {needed} bytes")
 
 
+def _header(read: ReadBytes, length: int) -> bytes:
+    header = read(0, length)
+    if len(header) < length:
+        raise TruncatedError("truncated: the file ends in its header")
+    return header
+
+
+def _bochs(read: ReadBytes, size: int) -> int:
+    header = _header(read, 512)
+    version, start, entries, bitmap, extent = struct.unpack_from("<IIIII", header, 64)
+    (content,) = struct.unpack_from("<Q", header, 84 if version == 0x10000 else 88)
+    if not extent:
+        return 0
+    # Each extent's bitmap, which says what of it was ever written, lies before it.
+    unit = 512 * (1 + (bitmap - 1 & 0xFFFFFFFF) // 512 + 1 + (extent - 1) // 512)
+    last = _last_below(read, start, min(entries, -(-content // extent)), 0xFFFFFFFF)
+    return int(start + 4 * entries + (last.entry + 1) * unit) if last else 0
+
+
+def _cloop(read: ReadBytes, size: int) -> int:
+    table_end = 136 + 8 * (int.from_bytes(_header(read, 136)[132:], "big") + 1)
+    return max(table_end, int.from_bytes(read(table_end - 8, 8), "big"))
+
+
+def _dmg(read: ReadBytes, size: int) -> int:
+    """Its trailer refers to all else. QEMU looks for that in more than the last sector, and takes a part of one."""
+    start = max(0, size - 1023)
+    at = read(start, 1023).find(b"koly")
+    return start + at + 512 if at >= 0 else 0
+
+
+class SparseHeader(NamedTuple):
+    """A sparse VMDK's header, or the footer that has the same fields. Places and lengths in sectors."""
+
+    magic: bytes
+    version: int
+    flags: int
+    capacity: int
+    grain: int
+    descriptor: int
+    descriptor_length: int
+    per_table: int
+    """Entries of a grain table."""
+    redundant_directory: int
+    directory: int
+    """AT_END in a streamOptimized image's header: only its footer says it."""
+    overhead: int
+
+
+KDMV = b"KDMV"
+AT_END = (1 << 64) - 1
+_SPARSE = struct.Struct("<4sIIQQQQIQQQ")
+
+
+def sparse_headers(read: ReadBytes, size: int) -> tuple[SparseHeader, SparseHeader]:
+    """The header of the file of SIZE bytes that READ reads, and its footer: the same where it has none.
+
+    Raises TruncatedError.
+    """
+    header = SparseHeader(*_SPARSE.unpack_from(_header(read, 512)))
+    if header.directory != AT_END:
+        return header, header
+    # The header is repeated, completed, before the end-of-stream marker.
+    footer = read(max(0, size - 1024), 512)
+    if not footer.startswith(KDMV) or len(footer) < 512:
+        raise TruncatedError("truncated: the VMDK's footer is not where the file ends")
+    return header, SparseHeader(*_SPARSE.unpack_from(footer))
+
+
 def _vmdk(read: ReadBytes, size: int) -> int:
-    header = read(0, 512)
-    if header[:4] != b"KDMV" or len(header) < 512:
+    if read(0, 4) != KDMV:  # a descriptor, or refused
         return 0
-    directory = struct.unpack_from("<Q", header, 56)[0]
-    if directory == (1 << 64) - 1:  # streamOptimized: the footer has it
-        header = read(max(0, size - 1024), 512).ljust(512, b"\0")
-        directory = struct.unpack_from("<Q", header, 56)[0]
-    flags, capacity, grain = struct.unpack_from("<IQQ", header, 8)
-    per_table = struct.unpack_from("<I", header, 44)[0]
-    if not (grain and per_table):
+    _, header = sparse_headers(read, size)
+    grain, grains = header.grain, -(-header.capacity // header.grain) if header.grain else 0
+    if not (grains and header.per_table):
         return 0
-    tables = _nonzero(read, directory * 512, -(-capacity // (grain * per_table)), "I")
-    last = _last_of_tables(read, size, ((index, entry * 512) for index, entry in tables), per_table, "I")
+    directory = _nonzero(read, header.directory * 512, -(-grains // header.per_table), "I")
+    tables = ((index, entry * 512) for index, entry in directory)
+    last = _last_of_tables(read, size, tables, header.per_table, "I", grains)
     if last is None:
         return 0
     at = last.entry * 512
-    if flags & 1 << 16:  # compressed: a length, and then as many bytes
+    if header.flags & 1 << 16:  # compressed: a length, and then as many bytes
         marker = read(at, 12)
         return at + 12 + (int.from_bytes(marker[8:], "little") if len(marker) == 12 else 0)
-    return at + int(min(grain, capacity - last.number * grain)) * 512
+    return at + min(grain, header.capacity - last.number * grain) * 512
+
+
+def _vdi(read: ReadBytes, size: int) -> int:
+    header = _header(read, 512)
+    block_map, data = struct.unpack_from("<II", header, 0x154)
+    content, block, _, blocks = struct.unpack_from("<QIII", header, 0x170)
+    if not block:
+        return 0
+    # The two largest are no blocks: 0xFFFFFFFF was never allocated, and 0xFFFFFFFE is discarded.
+    last = _last_below(read, block_map, min(blocks, -(-content // block)), 0xFFFFFFFE)
+    return int(data + last.entry * block + min(block, content - last.number * block)) if last else 0
 
 
 def _qed(read: ReadBytes, size: int) -> int:
-    header = read(0, 64)
-    if len(header) < 64:
-        return 0
+    header = _header(read, 64)
     cluster, table = struct.unpack_from("<II", header, 4)
     l1, content = struct.unpack_from("<QQ", header, 40)
     entries = table * cluster // 8
-    last = _last_of_tables(read, size, _nonzero(read, l1, entries, "Q"), entries, "Q")
+    if not entries:
+        return 0
+    clusters = -(-content // cluster)
+    tables = _nonzero(read, l1, min(entries, -(-clusters // entries)), "Q")
+    last = _last_of_tables(read, size, tables, entries, "Q", clusters)
     if last is None or last.entry < cluster:  # 1: a cluster of zeros
         return 0
     return last.entry + int(min(cluster, content - last.number * cluster))
 
 
 def _qcow(read: ReadBytes, size: int) -> int:
-    header = read(0, 48)
-    if len(header) < 48:
-        return 0
+    header = _header(read, 48)
     content, cluster_bits, l2_bits = struct.unpack_from(">QBB", header, 24)
     l1 = int.from_bytes(header[40:48], "big")
     if not (9 <= cluster_bits <= 16 and 6 <= l2_bits <= 13):
@@ -98,13 +173,13 @@ def _qcow(read: ReadBytes, size: int) -> int:
 
 
 def _parallels(read: ReadBytes, size: int) -> int:
-    header = read(0, 64)
-    if len(header) < 64:
-        return 0
+    header = _header(read, 64)
     tracks, entries, sectors = struct.unpack_from("<IIQ", header, 28)
+    if not tracks:
+        return 0
     unit = tracks if header.startswith(b"WithouFreSpacExt") else 1
-    last = _last(read, 64, entries, "I")
-    return 0 if last is None else (last.entry * unit + max(0, min(tracks, sectors - last.number * tracks))) * 512
+    last = _last(read, 64, min(entries, -(-sectors // tracks)), "I")
+    return 0 if last is None else (last.entry * unit + int(min(tracks, sectors - last.number * tracks))) * 512
 
 
 def _vhdx(read: ReadBytes, size: int) -> int:
@@ -145,12 +220,12 @@ def _tables(size: int, tables: Iterator[tuple[int, int]], length: int) -> Iterat
 
 
 def _last_of_tables(
-    read: ReadBytes, size: int, tables: Iterator[tuple[int, int]], entries: int, code: str
+    read: ReadBytes, size: int, tables: Iterator[tuple[int, int]], entries: int, code: str, total: int
 ) -> _Last | None:
-    """As _last(), over all TABLES, which have ENTRIES each."""
+    """As _last(), over all TABLES, which have ENTRIES each, and TOTAL together, that count."""
     found: _Last | None = None
     for number, offset in _tables(size, tables, entries * array(code).itemsize):
-        last = _last(read, offset, entries, code)
+        last = _last(read, offset, min(entries, total - number * entries), code)
         if last and (found is None or last.entry > found.entry):
             found = _Last(last.entry, number * entries + last.number)
     return found
@@ -162,6 +237,18 @@ def _last(read: ReadBytes, offset: int, entries: int, code: str) -> _Last | None
     for first, part in _parts(read, offset, entries, code, "little"):
         largest = max(part)
         if largest and (found is None or largest > found.entry):
+            found = _Last(largest, first + part.index(largest))
+    return found
+
+
+def _last_below(read: ReadBytes, offset: int, entries: int, limit: int) -> _Last | None:
+    """The largest of a table's ENTRIES that is less than LIMIT; None where there is none."""
+    found: _Last | None = None
+    for first, part in _parts(read, offset, entries, "I", "little"):
+        largest = max(part)
+        if largest >= limit:
+            largest = max((entry for entry in part if entry < limit), default=-1)
+        if largest >= 0 and (found is None or largest > found.entry):
             found = _Last(largest, first + part.index(largest))
     return found
 
@@ -190,9 +277,13 @@ def _parts(read: ReadBytes, offset: int, entries: int, code: str, order: str) ->
 
 
 _REACH: dict[str, Callable[[ReadBytes, int], int]] = {
+    "bochs": _bochs,
+    "cloop": _cloop,
+    "dmg": _dmg,
     "parallels": _parallels,
     "qcow": _qcow,
     "qed": _qed,
+    "vdi": _vdi,
     "vhdx": _vhdx,
     "vmdk": _vmdk,
 }

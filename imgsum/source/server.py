@@ -160,11 +160,12 @@ def _uninterrupted(function: Callable[[], T]) -> T:
 
 def _spawn(command: list[str], places: Mapping[int, int]) -> int:
     """Start COMMAND in a process group of its own, with no descriptors but PLACES, as {its number: ours}."""
+    # Out of the way first: one of ours may have the number where another is to go.
+    beyond = max(places) + 1
     with contextlib.ExitStack() as stack:
         actions = []
         for number, fd in places.items():
-            # Out of the way first: one of ours may have the number where another is to go.
-            source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 32)
+            source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, beyond)
             stack.callback(os.close, source)
             actions.append((os.POSIX_SPAWN_DUP2, source, number))
         return os.posix_spawn(

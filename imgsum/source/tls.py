@@ -21,7 +21,10 @@ def require(handle: Any, uri: str) -> None:
     libnbd before 1.18 ignores `tls-certificates` of a URI, so that is done here. Raises OpenError, RefusedError.
     """
     handle.set_tls(_REQUIRE)
-    parameters = dict(parse_qsl(urlsplit(uri).query))
+    try:
+        parameters = dict(parse_qsl(urlsplit(uri).query))
+    except ValueError as error:  # its host is `[` without `]`, or is no IPv6 address
+        raise OpenError(f"is not a valid URI: {error}") from error
     if "tls-psk-file" in parameters:
         return
     directory = parameters.get("tls-certificates")

@@ -7,14 +7,12 @@ QEMU's driver enforces when it opens an image. No allocation is taken from a fie
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from imgsum.errors import FormatError, OpenError, TruncatedError
+from imgsum.source import ReadBytes
 from imgsum.units import KIB, MAX_SIZE, MIB
-
-ReadBytes = Callable[[int, int], bytes]
-"""read(offset, length): that many bytes of the file, fewer only where it ends."""
 
 MAGIC = b"QFI\xfb"
 DEFLATE, ZSTD = 0, 1

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from imgsum.errors import FormatError, TruncatedError
-from imgsum.source.qcow2.header import Header, ReadBytes
+from imgsum.source import ReadBytes
+from imgsum.source.qcow2.header import Header
 from imgsum.source.qcow2.tables import SLICE, Table, TableCache, decode, progression
 
 UNALLOCATED, ZERO, DATA, COMPRESSED = range(4)

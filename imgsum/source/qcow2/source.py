@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
+from imgsum.source.backing import PROTOCOL, backing_file
 from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
 from imgsum.source.qcow2.audit import refuse_double_use
 from imgsum.source.qcow2.compressed import Decompress, EndsEarlyError, WholeClusters, decompressor
@@ -23,7 +23,6 @@ MAX_LAYERS = 200
 
 _STORED = 256 * KIB  # compressed bytes that are read at once: half of what a request of 1 MiB may need
 _ZEROS = memoryview(bytes(64 * KIB))
-_PROTOCOL = re.compile(rb"[^:/]*:")  # as in QEMU, where `a:b` is b by the protocol a, and ./a:b a file
 
 
 class NotNativeError(RefusedError):
@@ -253,7 +252,10 @@ def _open_layers(file: HostFile, options: OpenOptions, opened: list[HostFile]) -
             return layers
         if len(layers) == MAX_LAYERS:
             raise RefusedError(f"the backing chain has more than {MAX_LAYERS} images", name=file.name)
-        path, format_ = _backing_file(header.backing_file, header.backing_format, here)
+        path, format_ = backing_file(header.backing_file, header.backing_format, here)
+        if format_ not in ("raw", "qcow2"):
+            backing = os.fsdecode(header.backing_file)
+            raise NotNativeError(f"the backing file '{backing}' is of the format {format_}", name=here.name)
         here = HostFile(path, f"{file.name}: backing file {path}", options)
         opened.append(here)
 
@@ -294,25 +296,6 @@ def _data_file(header: Header, image: HostFile) -> tuple[str, str]:
     if header.data_file is None:
         raise FormatError("has an external data file, but does not record its name", name=image.name)
     path = os.fsdecode(header.data_file)
-    if _PROTOCOL.match(header.data_file):
+    if PROTOCOL.match(header.data_file):
         raise RefusedError(f"the external data file '{path}' is not a plain path", name=image.name)
     return path, f"{image.name}: external data file {path}"
-
-
-def _backing_file(recorded: bytes, format_: str | None, image: HostFile) -> tuple[str, str]:
-    """The path and format of the backing file that IMAGE has RECORDED, relative to the directory that IMAGE is in."""
-    name = os.fsdecode(recorded)
-    if _PROTOCOL.match(recorded):
-        raise RefusedError(
-            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` changes it)",
-            name=image.name,
-        )
-    if format_ is None:
-        raise RefusedError(
-            f"the format of the backing file '{name}' is not recorded, and guessing it would leave it to whoever wrote"
-            f" that file (`qemu-img rebase -u -F FORMAT -b {name} IMAGE` records it)",
-            name=image.name,
-        )
-    if format_ not in ("raw", "qcow2"):
-        raise NotNativeError(f"the backing file '{name}' is of the format {format_}", name=image.name)
-    return os.path.join(os.path.dirname(image.path), name), format_
