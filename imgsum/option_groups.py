@@ -121,7 +121,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=_power_of_two(4 * KIB, 32 * MIB),
         default=MIB,
-        help="the most that one read asks for (default: 1m)",
+        help="the most that one read asks for (default: 1m; of an NBD server half of that, unless SIZE is larger)",
     )
     group.add_argument(
         "--queue-size",
