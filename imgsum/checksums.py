@@ -188,9 +188,8 @@ def _feed(
 
 
 def _check_expected(task: Task, content: Content | Stream) -> None:
-    found = content.source.format if isinstance(content, Content) else content.format
-    if task.format is not None and found != task.format:
-        raise MismatchError(f"the format is {found}, and the sum is of {task.format}")
+    if task.format is not None and content.format != task.format:
+        raise MismatchError(f"the format is {content.format}, and the sum is of {task.format}")
     if isinstance(content, Content) and task.size is not None and content.length != task.size:
         hint = f" (--length {task.size} reads no more of it)" if content.length > task.size else ""
         raise MismatchError(f"has {content.length} bytes, and the sum is of {task.size} bytes{hint}")

@@ -109,7 +109,7 @@ class Pair:
     @property
     def formats(self) -> tuple[str, str]:
         """QEMU's names of both formats."""
-        first, second = (side.source.format if isinstance(side, Content) else side.format for side in self._sides)
+        first, second = (side.format for side in self._sides)
         return first, second
 
     @property
@@ -120,7 +120,7 @@ class Pair:
 
     def stats(self) -> Stats:
         """What it took so far, for both sides together."""
-        first, second = (side.source if isinstance(side, Content) else side for side in self._sides)
+        first, second = self._sides
         return Stats(
             self._bytes_read,
             2 * self._done - self._bytes_read,
@@ -146,7 +146,7 @@ class Pair:
         """Raise an imgsum.Error when either image changed meanwhile."""
         for side, name in zip(self._sides, self.names, strict=True):
             try:
-                (side.source if isinstance(side, Content) else side).check_unchanged()
+                side.check_unchanged()
             except Error as error:
                 error.image = name
                 raise error.about(name) from error.__cause__

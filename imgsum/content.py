@@ -32,6 +32,9 @@ class Content:
     def __init__(self, source: Source, options: OpenOptions, start: int = 0, length: int | None = None) -> None:
         """LENGTH None: to the end. Raises OpenError when the source has no such range."""
         self.source = source
+        self.format = source.format
+        self.facts = source.facts
+        self.check_unchanged = source.check_unchanged
         self.start = start
         self.length = source.size - start if length is None else length
         self.end = start + self.length

@@ -79,25 +79,24 @@ class Job:
     def finish(self) -> Checksum | Error:
         """Close the image. Its checksum, if every byte was read and none changed meanwhile."""
         content = self.content
-        opened = content.source if isinstance(content, Content) else content
         try:
-            if self.error is None and opened is not None:
-                opened.check_unchanged()
+            if self.error is None and content is not None:
+                content.check_unchanged()
         except Error as error:
             self.error = error
-        facts = opened.facts() if opened is not None else {}
+        facts = content.facts() if content is not None else {}
         self.close()
         if self.error is None and self.size not in (None, self.done):
             self.error = ReadError(f"only {self.done} of {self.size} bytes were read")  # a bug, and no checksum
         if self.error is not None:
             return self._failure(self.error)
-        assert opened is not None
+        assert content is not None
         return Checksum(
             hexdigest=self.hash.finish(self.done),
             algorithm=self.how.algorithm.name,
             block_size=self.how.block_size,
             size=self.done,
-            format=opened.format,
+            format=content.format,
             name=self.name,
             construction=self.how.name,
             stats=Stats(
@@ -124,7 +123,7 @@ class Job:
         content, rest = self.content, self.done % 512
         if not rest or not isinstance(content, Content):
             return None
-        if content.source.format == "raw" and self.done == content.source.size:  # a range has no export
+        if content.format == "raw" and self.done == content.source.size:  # a range has no export
             return (
                 f"the size, {self.done} bytes, is not a multiple of 512: QEMU adds {512 - rest} zeros to such an"
                 " image, so an NBD export or a converted copy of it has another checksum"
