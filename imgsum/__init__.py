@@ -6,8 +6,18 @@ best read in that order:
     cli -> source -> extent -> content -> pipeline -> digest -> blkhash -> report
            (where)   (what)    (range)   (8 workers)  (H)      (in order)  (print)
 
-checksums.py puts these together for `imgsum checksum`; checking.py, with the grammar in sums.py, for `imgsum check`;
-and comparison.py for `imgsum compare`. Everything below is imported when it is used.
+    cli.py, commands.py         arguments -> calls -> exit status; signals (options.py, option_groups.py: the grammar)
+    source/                     where bytes come from: raw files, streams, qcow2, NBD, a private qemu-nbd
+    extent.py, content.py       what is certainly zero, and the range that is read
+    pipeline.py                 the fixed pool of workers, the ordered queue, the first error wins
+    digest.py, blkhash.py       algorithms, and the construction of the checksum
+    checksums.py, job.py        images -> checksums
+    sums.py, checking.py        a sums file -> verdicts
+    comparison.py, comparison_pieces.py, differences.py     two images -> where they differ
+    report.py, progress.py      results -> lines or JSON; how far it is
+    errors.py, units.py         imgsum.Error and its kinds; sizes
+
+Everything below is imported when it is used.
 """
 
 from __future__ import annotations
