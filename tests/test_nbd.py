@@ -19,6 +19,7 @@ from reference import GIB, KIB, MIB
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import Error, MissingError, OpenError, UsageError
+from imgsum.source import tls
 
 SPEC = "3m:R 5m:- 70k:R 1m:0 100k:A 2m:-"
 EMPTY = "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc"
@@ -458,3 +459,12 @@ def test_libnbd_is_not_imported_for_other_images(image: Image) -> None:
         "import sys, imgsum; imgsum.checksum(sys.argv[1]); sys.exit('nbd' in sys.modules or 'libnbdmod' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(image("64k:R"))], check=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "verifies"),
+    [((1, 14, 2), False), ((1, 18, 4), False), ((1, 18, 5), True), ((1, 19, 9), False), ((1, 20, 1), False)]
+    + [((1, 20, 2), True), ((1, 22, 0), True), ((2, 0, 0), True)],
+)
+def test_versions_that_verify_by_the_systems_certificates(version: tuple[int, ...], verifies: bool) -> None:
+    assert tls._verifies(version) == verifies

@@ -10,9 +10,9 @@ from imgsum.errors import OpenError, RefusedError
 
 _REQUIRE = 2  # LIBNBD_TLS_REQUIRE
 
-_VERIFIES = (1, 20, 3)
-"""libnbd versions before this take any certificate where they should verify it by the system's (CVE-2024-7383); seen
-with 1.14.2."""
+_VERIFIES = ((1, 18, 5), (1, 20, 2))
+"""libnbd versions before these, the first of their series that do not, take any certificate where they should verify it by
+the system's (CVE-2024-7383); seen with 1.14.2."""
 
 
 def require(handle: Any, uri: str) -> None:
@@ -35,7 +35,7 @@ def require(handle: Any, uri: str) -> None:
         directory = next((path for path in _default_directories() if _has_authority(path)), None)
     if directory is not None:
         handle.set_tls_certificates(directory)
-    elif _version(handle) < _VERIFIES:
+    elif not _verifies(_version(handle)):
         raise RefusedError(
             f"libnbd {handle.get_version()} does not verify who a server is by the system's certificates"
             " (CVE-2024-7383): put its CA's ca-cert.pem in a directory, and add ?tls-certificates=DIRECTORY to the URI"
@@ -52,6 +52,11 @@ def _default_directories() -> list[str]:
 
 def _has_authority(directory: str) -> bool:
     return os.path.exists(os.path.join(directory, "ca-cert.pem"))
+
+
+def _verifies(version: tuple[int, ...]) -> bool:
+    stable, current = _VERIFIES
+    return version >= current or (stable <= version and version[:2] == stable[:2])
 
 
 def _version(handle: Any) -> tuple[int, ...]:
