@@ -463,8 +463,16 @@ def test_libnbd_is_not_imported_for_other_images(image: Image) -> None:
 
 @pytest.mark.parametrize(
     ("version", "verifies"),
-    [((1, 14, 2), False), ((1, 18, 4), False), ((1, 18, 5), True), ((1, 19, 9), False), ((1, 20, 1), False)]
-    + [((1, 20, 2), True), ((1, 22, 0), True), ((2, 0, 0), True)],
+    [
+        ((1, 14, 2), False),
+        ((1, 18, 4), False),
+        ((1, 18, 5), True),
+        ((1, 19, 9), False),
+        ((1, 20, 1), False),
+        ((1, 20, 2), True),
+        ((1, 22, 0), True),
+        ((2, 0, 0), True),
+    ],
 )
 def test_versions_that_verify_by_the_systems_certificates(version: tuple[int, ...], verifies: bool) -> None:
     assert tls._verifies(version) == verifies

@@ -11,8 +11,8 @@ from imgsum.errors import OpenError, RefusedError
 _REQUIRE = 2  # LIBNBD_TLS_REQUIRE
 
 _VERIFIES = ((1, 18, 5), (1, 20, 2))
-"""libnbd versions before these, the first of their series that do not, take any certificate where they should verify it by
-the system's (CVE-2024-7383); seen with 1.14.2."""
+"""libnbd versions before these, the first of their series that do, take any certificate where they should verify it
+by the system's (CVE-2024-7383); seen with 1.14.2."""
 
 
 def require(handle: Any, uri: str) -> None:
