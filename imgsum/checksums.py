@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable, Iterator
 from itertools import groupby
-from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from imgsum import blkhash
 from imgsum.blkhash import Construction
-from imgsum.content import Content, Image, image_name, open_content, skip_stream
+from imgsum.content import Content, Image, image_name, open_content, skip_stream, stream_buffers
 from imgsum.errors import Error, MismatchError, ReadError
 from imgsum.extent import align, coalesce
 from imgsum.job import Checksum, DataPiece, EndPiece, Job, Piece, StreamPiece, ZeroPiece
-from imgsum.pipeline import WORKERS, Pipeline, page_aligned
+from imgsum.pipeline import WORKERS, Pipeline
 from imgsum.source import OpenOptions, is_stream
 from imgsum.source.stream import Stream
 from imgsum.units import GIB, MIB
@@ -209,9 +208,7 @@ def _pieces(job: Job, content: Content) -> Iterator[Piece]:
 
 def _stream_pieces(job: Job, stream: Stream, skip: int, length: int | None) -> Iterator[Piece]:
     """A stream is read here, into buffers that the workers give back: their number bounds what is in flight."""
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(buffers_in_flight(WORKERS, job.piece_size, job.options)):
-        buffers.put(memoryview(page_aligned(job.piece_size)))
+    buffers = stream_buffers(buffers_in_flight(WORKERS, job.piece_size, job.options), job.piece_size)
     skip_stream(stream, skip, buffers)
     left = length
     while left != 0 and job.error is None:

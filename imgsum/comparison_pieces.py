@@ -9,11 +9,11 @@ from queue import SimpleQueue
 
 from imgsum import differences, pipeline
 from imgsum.checksums import ZERO_PIECE
-from imgsum.content import Content, skip_stream
+from imgsum.content import Content, skip_stream, stream_buffers
 from imgsum.errors import Error, ReadError
 from imgsum.extent import Extent, align, coalesce, cut, overlay
 from imgsum.job import is_zero
-from imgsum.pipeline import Worker, page_aligned
+from imgsum.pipeline import Worker
 from imgsum.source.stream import Stream
 from imgsum.units import KIB, MAX_SIZE, MIB
 
@@ -55,9 +55,7 @@ def pieces_of_a_stream(job: ComparisonJob, stream: Stream, other: Content, lengt
 
     The stream is read here, into buffers that the workers give back: their number bounds what is in flight.
     """
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(job.workers):
-        buffers.put(memoryview(page_aligned(job.piece_size)))
+    buffers = stream_buffers(job.workers, job.piece_size)
     skip_stream(stream, other.start, buffers)
     expected = cut(_extents(job, other, other.end), job.piece_size)
     if length is None:  # a longer stream goes on against zeros

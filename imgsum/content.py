@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from imgsum.errors import OpenError, ReadError
 from imgsum.extent import Extent, tile
-from imgsum.pipeline import Worker
+from imgsum.pipeline import Worker, page_aligned
 from imgsum.source import OpenOptions, Reader, Source, command_name, open_source
 from imgsum.source.stream import Stream
 
@@ -85,6 +85,14 @@ def open_content(image: Image, options: OpenOptions, start: int = 0, length: int
     except BaseException:
         source.close()
         raise
+
+
+def stream_buffers(count: int, size: int) -> SimpleQueue[memoryview]:
+    """COUNT buffers of SIZE bytes, for what is read from a stream: whoever has used one puts it back."""
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(count):
+        buffers.put(memoryview(page_aligned(size)))
+    return buffers
 
 
 def skip_stream(stream: Stream, count: int, buffers: SimpleQueue[memoryview]) -> None:

@@ -121,10 +121,11 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
         if options.untrusted and options.max_size is None:
             options = options._replace(max_size=UNTRUSTED_MAX_SIZE)
         source = _open(image, options)
-        size = getattr(source, "size", None)  # a stream has none, and counts as it goes
-        if options.max_size is not None and size is not None and size > options.max_size:
+        try:
+            refuse_larger(getattr(source, "size", 0), options)  # a stream has no size, and counts as it goes
+        except BaseException:
             source.close()
-            raise RefusedError(f"has {size} bytes of content, more than the {options.max_size} of --max-size")
+            raise
     except Error as error:
         raise error.about(name) from error.__cause__
     return source
@@ -133,6 +134,12 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
 def command_name(words: Sequence[str]) -> str:
     """What messages and checksum lines call the command of these WORDS."""
     return f"[ {' '.join(words)} ]"
+
+
+def refuse_larger(size: int, options: OpenOptions) -> None:
+    """Raise RefusedError when SIZE bytes of content are more than OPTIONS allow."""
+    if options.max_size is not None and size > options.max_size:
+        raise RefusedError(f"has {size} bytes of content, more than the {options.max_size} of --max-size")
 
 
 def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
 from imgsum.extent import Extent
-from imgsum.source import OpenOptions
+from imgsum.source import OpenOptions, refuse_larger
 from imgsum.source.backing import PROTOCOL, backing_file
 from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
 from imgsum.source.qcow2.audit import refuse_double_use
@@ -274,8 +274,7 @@ def _checked(header: Header, file: HostFile, options: OpenOptions) -> Header:
     """HEADER of the image itself, in FILE, if OPTIONS allow what it says; of the snapshot that they ask for."""
     if options.snapshot is not None:
         header = at_snapshot(header, find_snapshot(file.read_bytes, header, os.fsencode(options.snapshot)))
-    if options.max_size is not None and header.size > options.max_size:
-        raise RefusedError(f"has {header.size} bytes of content, more than the {options.max_size} of --max-size")
+    refuse_larger(header.size, options)  # before the passes over the tables, which are as long as the size says
     if options.untrusted:
         for refused, what in (
             (header.backing_file, "refers to a backing file"),
