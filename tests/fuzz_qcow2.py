@@ -1,8 +1,9 @@
 """Random qcow2 images against QEMU, for as long as one likes: `python tests/fuzz_qcow2.py --seconds 600`.
 
-Three kinds of cases: valid images, whose checksum must be that of what QEMU reads; images with bytes changed; images
-cut off. The last two must end in time, with that checksum or with an error, and where only one of the two sides has an
-error, in a way that docs/qcow2-differences.md lists. Prints what goes against that, with the seed, and ends with 1.
+Four kinds of cases: valid images, whose checksum must be that of what QEMU reads, whatever the size of requests;
+compressed clusters in any order, written by hand; images with bytes changed; images cut off. The last two must end in
+time, with that checksum or with an error, and where only one of the two sides has an error, in a way that
+docs/qcow2-differences.md lists. Prints what goes against that, with the seed, and ends with 1.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from qcow2_images import Image, changed_bytes, clear, random_image, raw_content, run
+from qcow2_streams import random_streams
 from reference import blkhash
 
 import imgsum
@@ -30,6 +32,16 @@ MAX_SIZE = 64 << 20
 
 TIME_LIMIT = 20
 """Seconds, also on a busy machine, for what takes some milliseconds."""
+
+WAYS: tuple[dict[str, object], ...] = (
+    {},
+    {"request_size": 4 << 10},
+    {"request_size": 64 << 10, "direct": True},
+    {"request_size": 128 << 10},
+    {"request_size": 1 << 20, "direct": True},
+    {"request_size": 32 << 20},
+)
+"""Ways to read that must not matter."""
 
 STRICTER = (
     # What QEMU reads and imgsum doesn't: docs/qcow2-differences.md says why.
@@ -132,10 +144,32 @@ def virtual_size(image: Path) -> int:
 
 
 def valid_case(image: Image) -> str | None:
-    """What is wrong about the checksum of an image as it was made, or None."""
-    ours, theirs = by_imgsum(image.path, image.format), by_qemu(image.path, image.format)
-    if ours.error is not None or theirs.error is not None or ours != theirs:
-        return f"imgsum: {ours}, QEMU: {theirs}"
+    """What is wrong about the checksums of an image as it was made, or None."""
+    theirs = by_qemu(image.path, image.format)
+    if theirs.error is not None:
+        return f"QEMU: {theirs}"
+    return _read_in_all_ways(image.path, image.format, theirs)
+
+
+def streams_case(seed: int, directory: Path, ask_qemu: bool, most: int = 1 << 20) -> str | None:
+    """What is wrong about the checksums of compressed clusters in any order, or None. QEMU may be asked, too."""
+    made = random_streams(seed, most)
+    path = directory / "streams.qcow2"
+    path.write_bytes(made.file)
+    right = Outcome(blkhash(made.content), None)
+    if ask_qemu and by_qemu(path) != right:
+        return f"{made.story}: QEMU: {by_qemu(path)}, right: {right}"
+    problem = _read_in_all_ways(path, "qcow2", right)
+    if problem is None and made.tidy and by_imgsum(path, untrusted=True) != right:
+        problem = f"--untrusted: {by_imgsum(path, untrusted=True)}"
+    return problem and f"{made.story}: {problem}"
+
+
+def _read_in_all_ways(path: Path, format_: str, right: Outcome) -> str | None:
+    for way in WAYS:
+        ours = by_imgsum(path, format_, **way)
+        if ours != right:
+            return f"{way}: imgsum: {ours}, right: {right}"
     return None
 
 
@@ -185,8 +219,8 @@ def main() -> int:
         os.chdir(directory)
         while True:
             image = random_image(seed, directory)
-            problems = [valid_case(image)]
-            tally["valid"] += 1
+            problems = [valid_case(image), streams_case(seed, directory, ask_qemu=seed % 4 == 0)]
+            tally["valid"] += 2
             if image.format == "qcow2":
                 problems += damaged_cases(image, random.Random(seed), arguments.damaged, tally)
             found = [problem for problem in problems if problem]

@@ -168,7 +168,9 @@ class _Maker:
             elif kind < 0.75:
                 commands.append(f"discard -q {at} {length}")
             elif compress:
-                for cluster in range(rng.randrange(1, 6)):
+                clusters = list(range(rng.randrange(1, 6)))
+                rng.shuffle(clusters)  # in the file, their compressed bytes lie in the order of the writes
+                for cluster in clusters:
                     begin = (at // cluster_size + cluster) * cluster_size
                     if begin + cluster_size <= size:
                         pattern = rng.choice((f"-s {self.source}", f"-P {rng.randrange(256)}"))
@@ -201,6 +203,8 @@ class _Maker:
         if rng.random() < 0.5:
             options.append("compression_type=zstd")
         compress = ["-c"] if rng.random() < 0.7 else []
+        if compress and rng.random() < 0.5:
+            compress += ["-W", "-m", "16"]  # clusters are written as they are done, in any order
         self._run(
             "qemu-img",
             "convert",

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import qcow2_images
 from conftest import find_tool
-from fuzz_qcow2 import damaged_cases, valid_case
-from qcow2_images import random_image
+from fuzz_qcow2 import WAYS, damaged_cases, streams_case, valid_case
+from qcow2_images import random_image, run
+from qcow2_streams import ORDERS, random_streams
 from reference import blkhash
 
 import imgsum
@@ -33,6 +34,41 @@ def test_valid_images(batch: int, tmp_path: Path) -> None:
             context.chdir(directory)
             image = random_image(seed, directory)
             assert valid_case(image) is None, (seed, image.story)
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_compressed_clusters_in_any_order(batch: int, tmp_path: Path) -> None:
+    """Each at several request sizes, with and without O_DIRECT."""
+    for seed in range(batch * 12, batch * 12 + 12):
+        assert streams_case(seed, tmp_path, seed % 12 == 0, 256 << 10) is None, seed
+
+
+def test_the_orders_that_are_made() -> None:
+    made = [random_streams(seed, 32 << 10) for seed in range(100)]
+    story = "\n".join(each.story for each in made)
+    for word in (*ORDERS, "zlib", "zstd", "extended True", "gaps none", "gaps far", "clusters of 2097152", "of 512,"):
+        assert word in story, word
+    assert {each.tidy for each in made} == {True, False}
+
+
+@pytest.mark.parametrize("compression", ["zlib", "zstd"])
+def test_what_convert_writes_out_of_order(compression: str, tmp_path: Path) -> None:
+    """16 coroutines, each of which writes its cluster when it is done."""
+    content = b"".join(bytes([number % 250 + 1]) * 65536 for number in range(256))
+    (tmp_path / "raw").write_bytes(content)
+    options = f"compression_type={compression}"
+    run("qemu-img", "convert", "-c", "-W", "-m", "16", "-f", "raw", "-O", "qcow2", "-o", options, "raw", "image")
+    for way in WAYS:
+        opened = imgsum.OpenOptions(**way)  # type: ignore[arg-type]
+        assert imgsum.checksum("image", options=opened).hexdigest == blkhash(content), way
+
+
+def test_two_clusters_that_were_written_backwards() -> None:
+    run("qemu-img", "create", "-q", "-f", "qcow2", "image", "128k")
+    run("qemu-io", "-f", "qcow2", "-c", "write -q -c -P 2 64k 64k", "-c", "write -q -c -P 1 0 64k", "image")
+    for way in WAYS:
+        opened = imgsum.OpenOptions(**way)  # type: ignore[arg-type]
+        assert imgsum.checksum("image", options=opened).hexdigest == blkhash(b"\1" * 65536 + b"\2" * 65536), way
 
 
 @pytest.mark.parametrize("seed", range(1000, 1008))
@@ -87,7 +123,7 @@ def test_the_generator_makes_what_it_should(tmp_path: Path, monkeypatch: pytest.
     for word in (
         "extended_l2=on", "compression_type=zstd", "data_file=", "data_file_raw=on", "compat=0.10", "-F raw",
         "-F qcow2", "preallocation=metadata", "cluster_size=512,", "cluster_size=2097152", "write -q -c", "write -q -z",
-        "discard", "snapshot -c", "resize", "convert -c",
+        "discard", "snapshot -c", "resize", "convert -c", "-W -m 16",
     ):  # fmt: skip
         assert word in story, word
 
