@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -162,6 +163,31 @@ def _held() -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(),
     }
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when CONDITION is true."""
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def wait_until_it_serves(process: subprocess.Popen[bytes], path: Path) -> None:
+    """Return when PROCESS, a qemu-nbd, greets who connects to its socket at PATH.
+
+    The socket alone says nothing: it is there before the image is opened and locked.
+    """
+
+    def greets() -> bool:
+        assert process.poll() is None, "the server has ended"
+        with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+            client.settimeout(HANG)
+            client.connect(os.fspath(path))
+            return client.recv(8) == b"NBDMAGIC"
+        return False
+
+    wait_until(greets)
 
 
 class Result(NamedTuple):

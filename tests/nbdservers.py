@@ -7,12 +7,11 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import HANG, find_tool, need
+from conftest import find_tool, need, wait_until, wait_until_it_serves
 
 
 class NbdServer:
@@ -64,25 +63,25 @@ class Servers:
         words += map(str, args)
         if log:
             words += [f"logfile={directory / 'log'}"]
-        return self._start(words, uri, directory)
+        server = self._start(words, uri, directory)
+        # nbdkit writes it when it is ready. To connect would leave a connection in its log.
+        wait_until(lambda: (directory / "pid").exists() or server.process.poll() is not None)
+        assert server.process.poll() is None, (directory / "stderr").read_text()
+        return server
 
     def qemu_nbd(self, image: Path, *args: str, image_format: str = "raw") -> NbdServer:
         """A persistent, read-only qemu-nbd."""
         directory = self._directory()
-        words = [find_tool("qemu-nbd"), "-r", "-t", "-f", image_format, "--pid-file", str(directory / "pid")]
-        words += ["--shared=8", "-k", str(directory / "sock"), *args, str(image)]
-        return self._start(words, f"nbd+unix:///?socket={directory / 'sock'}", directory)
+        words = [find_tool("qemu-nbd"), "-r", "-t", "-f", image_format, "--shared=8", "-k", str(directory / "sock")]
+        server = self._start([*words, *args, str(image)], f"nbd+unix:///?socket={directory / 'sock'}", directory)
+        wait_until_it_serves(server.process, server.socket)
+        return server
 
     def _start(self, words: list[str], uri: str, directory: Path) -> NbdServer:
         with open(directory / "stderr", "wb") as stderr:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
         server = NbdServer(process, uri, directory)
         self._started.append(server)
-        deadline = time.monotonic() + HANG
-        while not (directory / "pid").exists():
-            assert process.poll() is None, (directory / "stderr").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
         return server
 
     def _directory(self) -> Path:

@@ -7,13 +7,12 @@ import fcntl
 import os
 import struct
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import reference
-from conftest import HANG, find_tool
+from conftest import find_tool, wait_until_it_serves
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import RefusedError
@@ -36,11 +35,7 @@ def qemu_nbd(image: Path, *options: str) -> Iterator[None]:
     command = [find_tool("qemu-nbd"), "--format=raw", "--persistent", f"--socket={socket}", *options, str(image)]
     with subprocess.Popen(command) as process:
         try:
-            deadline = time.monotonic() + HANG
-            while not socket.exists():
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until_it_serves(process, socket)
             yield
         finally:
             process.kill()  # SIGTERM is lost when it comes before qemu-nbd is in its main loop

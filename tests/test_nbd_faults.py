@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fakenbd
 import pytest
 import reference
-from conftest import HANG, Imgsum
+from conftest import HANG, Imgsum, wait_until
 from fakenbd import DONE, HOLE, ZERO, Client, FakeNbd
 from reference import KIB, MIB
 
@@ -428,13 +428,6 @@ def test_nothing_is_left(short_path: Path, no_leak: None) -> None:
     (short_path / "fake.sock").unlink()
     with FakeNbd(short_path, CONTENT, on_read=end) as server, pytest.raises(Error):
         export(server.uri)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def connected(pid: int) -> bool:

@@ -10,7 +10,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import reference
-from conftest import HANG, find_tool, need
+from conftest import find_tool, need, wait_until, wait_until_it_serves
 from reference import KIB, MIB
 
 from imgsum import OpenOptions, checksum
@@ -511,11 +510,11 @@ def test_qed_and_qcow_with_a_backing_file(image: Callable[..., Path], tmp_path: 
 
 def test_an_image_in_use(convert: Convert, short_path: Path) -> None:
     disk = convert("vmdk")
-    socket, pid = short_path / "sock", short_path / "pid"
-    words = [find_tool("qemu-nbd"), "-f", "vmdk", "-t", "-k", str(socket), "--pid-file", str(pid), str(disk)]
+    socket = short_path / "sock"
+    words = [find_tool("qemu-nbd"), "-f", "vmdk", "-t", "-k", str(socket), str(disk)]
     with subprocess.Popen(words) as writer:
         try:
-            wait_until(pid.exists)
+            wait_until_it_serves(writer, socket)
             with pytest.raises(RefusedError, match="is in use"):
                 content_of(disk)
             assert content_of(disk, force_share=True) == EXPECTED
@@ -618,10 +617,3 @@ def test_nothing_is_left(convert: Convert, no_leak: None, tmp_path: Path) -> Non
     for _ in range(3):
         with pytest.raises(Error):
             content_of(tmp_path / "bad")
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import reference
-from conftest import HANG, find_tool
+from conftest import find_tool, need, wait_until
 from reference import MIB
 
 from imgsum import OpenOptions, checksum
@@ -179,8 +180,58 @@ def serving(running: Running) -> int:
     return 0
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+# --- where processes, memory or directories are not as usual --------------------------------------------------------
+
+
+def test_sigchld_is_ignored(image: Image, imgsum: Imgsum) -> None:
+    """By who started us, as some supervisors do: the kernel then reaps our children before we can."""
+    words = ["[", "nbdkit", "file", str(image(SPEC)), "]"]
+    # finish() asserts that no process is left.
+    imgsum.command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", *imgsum.command]
+    result = imgsum("checksum", "-q", "--", *words, "[", "false", "]", str(image("1m:A")))
+    assert [line.split()[0] for line in result.text.splitlines()] == [EXPECTED, reference.blkhash(b"A" * MIB)]
+    assert "false: ended without serving anything" in result.errors
+
+
+def test_no_zombie_is_left_to_pid_1(image: Image) -> None:
+    """In a container PID 1 often reaps nothing."""
+    code = (
+        "import os, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'imgsum', 'checksum', '-q', '--', *sys.argv[1:]], check=True)\n"
+        "print([pid for pid in os.listdir('/proc') if pid.isdigit()])"
+    )
+    words = ["[", "nbdkit", "file", str(image(SPEC)), "]"]
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    made = subprocess.run([*unshare, sys.executable, "-c", code, *words], check=False, capture_output=True, text=True)
+    need("unshare" not in made.stderr, f"no name space for processes is to be had: {made.stderr}")
+    assert made.stdout.splitlines()[-1] == "['1']", made.stderr
+    assert EXPECTED in made.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libnbd.so.0: failed to map segment from shared object"),
+        ImportError("libnbd.so.0: cannot allocate memory in static TLS block"),
+        MemoryError(),
+    ],
+)
+def test_a_lack_of_memory_is_not_a_lack_of_libnbd(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    class Finder:
+        def find_spec(self, name: str, *_rest: object) -> None:
+            if name == "nbd":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "nbd")
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(OpenError, match=r"^nbd://localhost/: memory is short: libnbd's Python module can't be loaded"):
+        checksum("nbd://localhost/")
+
+
+def test_nowhere_to_write(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_args: object, **_options: object) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none)
+    with pytest.raises(OpenError, match=r"no directory can be written to .*TMPDIR=DIRECTORY"):
+        checksum(["nbdkit", "file", str(image(SPEC))])

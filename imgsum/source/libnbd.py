@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from imgsum.errors import MissingError
+from imgsum.errors import MissingError, OpenError
 
 _INSTALL = (
     "install python3-libnbd (the package's name on Debian and Fedora); an imgsum from PyPI sees it when it was"
@@ -15,12 +15,24 @@ _INSTALL = (
 # "nbd_connect_uri: connect: No such file or directory": which C function it was helps nobody.
 _FUNCTION = re.compile(r"^(?:nbd_\w+: )+")
 
+# What the dynamic linker says when it has no memory: "libnbd.so.0: failed to map segment from shared object".
+_NO_MEMORY = re.compile(r"failed to map segment|cannot allocate memory|cannot create .* (?:map|memory)", re.IGNORECASE)
+
 
 def load() -> Any:
-    """The module `nbd` of libnbd 1.14 or newer. Raises MissingError, also when it is another package of that name."""
+    """The module `nbd` of libnbd 1.14 or newer.
+
+    Raises MissingError, also when it is another package of that name, and OpenError when memory is short.
+    """
     try:
         import nbd
+    except MemoryError as error:
+        raise OpenError("memory is short: libnbd's Python module can't be loaded") from error
     except ImportError as error:
+        if _NO_MEMORY.search(str(error)):
+            raise OpenError(f"memory is short: libnbd's Python module can't be loaded ({error})") from error
+        if not isinstance(error, ModuleNotFoundError):
+            raise MissingError(f"NBD needs libnbd's Python module, which can't be loaded ({error})") from error
         raise MissingError(f"NBD needs libnbd's Python module, which is not installed: {_INSTALL}") from error
     handle, buffer = getattr(nbd, "NBD", None), getattr(nbd, "Buffer", None)
     if not (hasattr(handle, "aio_pread_structured") and hasattr(buffer, "from_buffer")):

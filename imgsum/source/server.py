@@ -25,16 +25,17 @@ T = TypeVar("T")
 
 _LISTEN_FD = 3  # where the convention wants the socket
 
-# `exec` keeps the shell's process ID, so that LISTEN_PID is the server's. The watchdog before it waits on a pipe that
-# we hold open and never write to: it ends when we end, even by SIGKILL, and then the server and whatever it has
-# started end by the signal to their process group. PR_SET_PDEATHSIG would need code between fork and exec, which is
-# not safe beside threads, and would leave the server's own children.
-_WRAPPER = """
-(trap '' INT TERM HUP; read -r _; kill -s KILL 0) <&4 >/dev/null 2>&1 3<&- 4<&- &
+# `exec` keeps the shell's process ID, so that LISTEN_PID is the server's.
+_SERVER = """
 LISTEN_PID=$$ LISTEN_FDS=1
 export LISTEN_PID LISTEN_FDS
-exec "$@" 4<&-
+exec "$@"
 """
+# The guard waits on a pipe that we hold open and never write to. It ends when we end, even by SIGKILL, and then the
+# server and whatever it has started end by the signal to their process group, which is the guard's. (PR_SET_PDEATHSIG
+# would need code between fork and exec, which is not safe beside threads, and would leave the server's own children.)
+# Both are children of ours, and reaped here: as PID 1 of a container often reaps nothing, neither may be left to it.
+_GUARD = "trap '' INT TERM HUP; read -r _; kill -s KILL 0"
 _GRACE = 0.5  # seconds for a server to end by itself before it is killed
 
 
@@ -45,7 +46,7 @@ class Server:
         """Start COMMAND. KEEP: descriptors that it also gets, as {its number: ours}. Raises OpenError."""
         self.program = os.path.basename(command[0])
         """What messages call it."""
-        self._pid = 0
+        self._pid = self._group = 0
         self._said = b""
         path = shutil.which(command[0])
         if path is None:
@@ -68,8 +69,11 @@ class Server:
                 os.set_blocking(self._messages, False)
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                 ours.callback(os.close, null)
-                places = {0: null, 1: null, 2: messages, _LISTEN_FD: listener, 4: watched, **(keep or {})}
-                self._pid = _spawn(["/bin/sh", "-c", _WRAPPER, "sh", self._path, *command[1:]], places)
+                self._group = _spawn(["/bin/sh", "-c", _GUARD], {0: watched, 1: null, 2: null})
+                undo.callback(self._end)
+                places = {0: null, 1: null, 2: messages, _LISTEN_FD: listener, **(keep or {})}
+                server = ["/bin/sh", "-c", _SERVER, "sh", self._path, *command[1:]]
+                self._pid = _spawn(server, places, self._group)
             except OSError as error:
                 raise OpenError(f"{command[0]}: {os_error_reason(error)}") from error
             undo.pop_all()
@@ -90,7 +94,7 @@ class Server:
     def ended(self, within: float = 0.0) -> bool:
         """Whether the server has ended, or does so WITHIN that many seconds."""
         deadline = time.monotonic() + within
-        while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while _runs(self._pid):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.002)
@@ -98,18 +102,31 @@ class Server:
 
     def close(self) -> None:
         """End the server and all that it has started. Returns when it is gone; closing twice is harmless."""
-        if not self._pid:
+        if not self._group:
             return
-        # Its process group exists at least until it is reaped here, so no other process can be hit.
+        # The guard outlives this signal, and is not reaped before the next: no other process can have the group's ID.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGTERM)
+            os.killpg(self._group, signal.SIGTERM)
         self.ended(within=_GRACE)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-        self._pid = 0
+        self._end()
         for fd in (self._alive, self._messages, self._address):
             os.close(fd)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+        for pid in filter(None, (self._pid, self._group)):
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: the kernel has reaped it
+                os.waitpid(pid, 0)
+        self._pid = self._group = 0
+
+
+def _runs(pid: int) -> bool:
+    """Whether our child PID has not ended yet. It is not reaped here."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # who started us ignores SIGCHLD, and so do we: then the kernel reaps what has ended
+        return False
 
 
 def _listen() -> tuple[int, int]:
@@ -118,7 +135,13 @@ def _listen() -> tuple[int, int]:
     Its path, in a directory of our own, is gone again when this returns: a few system calls later, and before any
     server starts. So nothing is left behind when we are killed, nobody else finds it, and its length is no matter.
     """
-    directory = tempfile.mkdtemp(prefix="imgsum-")
+    try:
+        directory = tempfile.mkdtemp(prefix="imgsum-")
+    except OSError as error:
+        raise OpenError(
+            "no directory can be written to for the server's socket (TMPDIR=DIRECTORY in the environment names one):"
+            f" {os_error_reason(error)}"
+        ) from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.rmdir, directory)
         place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -147,7 +170,10 @@ def _uninterrupted(function: Callable[[], T]) -> T:
             outcomes.put(error)
 
     thread = Thread(target=run, name="uninterrupted", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads are to be had
+        return function()
     try:
         outcome = outcomes.get()
     except BaseException:
@@ -158,9 +184,9 @@ def _uninterrupted(function: Callable[[], T]) -> T:
     return outcome
 
 
-def _spawn(command: list[str], places: Mapping[int, int]) -> int:
-    """Start COMMAND in a process group of its own, with no descriptors but PLACES, as {its number: ours}."""
-    # Out of the way first: one of ours may have the number where another is to go.
+def _spawn(command: list[str], places: Mapping[int, int], group: int = 0) -> int:
+    """Start COMMAND in the process GROUP, or in a new one, with no descriptors but PLACES, as {its number: ours}."""
+    # First duplicate every descriptor above all target numbers, so that none is overwritten that is still needed.
     beyond = max(places) + 1
     with contextlib.ExitStack() as stack:
         actions = []
@@ -173,6 +199,6 @@ def _spawn(command: list[str], places: Mapping[int, int]) -> int:
             command,
             os.environ,
             file_actions=actions,
-            setpgroup=0,
-            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+            setpgroup=group,
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
         )
