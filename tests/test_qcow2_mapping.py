@@ -34,11 +34,15 @@ class File:
 
 
 def mapping(
-    raw: bytes | File, file_size: int = HUGE, data_size: int | None = None, cache: TableCache | None = None
+    raw: bytes | File,
+    file_size: int = HUGE,
+    data_size: int | None = None,
+    cache: TableCache | None = None,
+    backed: bool = True,
 ) -> Mapping:
     file = raw if isinstance(raw, File) else File(raw)
     data_size = file_size if data_size is None else data_size
-    return Mapping(parse(file.read), file.read, file_size, data_size, cache or TableCache(), "image")
+    return Mapping(parse(file.read), file.read, file_size, data_size, cache or TableCache(), "image", backed=backed)
 
 
 def sectors(runs: Iterable[Run], start: int, end: int) -> list[tuple[int, int, int]]:
@@ -137,7 +141,7 @@ def test_random_tables(cluster_bits: int, extended: bool, seed: int) -> None:
         l1_size=5,
         incompatible_features=0x10 if extended else 0,
     )
-    tested = mapping(raw)
+    tested, alone = mapping(raw), mapping(raw, backed=False)
     for _ in range(60):
         start = rng.randrange(0, size, SECTOR)
         if rng.random() < 0.6:
@@ -147,6 +151,8 @@ def test_random_tables(cluster_bits: int, extended: bool, seed: int) -> None:
         end = min(start + length, size, start + (4 << 20))
         want = [expected(raw, at, cluster_bits, extended) for at in range(start, end, SECTOR)]
         assert sectors(tested.runs(start, end), start, end) == want
+        got = [(kind or ZERO, *rest) for kind, *rest in sectors(alone.runs(start, end), start, end)]
+        assert got == [(kind or ZERO, *rest) for kind, *rest in want]  # UNALLOCATED is 0
 
 
 def test_alike_entries_are_one_run() -> None:
@@ -375,3 +381,13 @@ class TestTables:
         raw = image([], l1=[3 << 16 | COPIED] * 64, size=size, l1_size=512, incompatible_features=extended << 4)
         want = [expected(raw, at, 16, extended) for at in range(0, size, SECTOR)]
         assert sectors(mapping(raw).runs(0, size), 0, size) == want
+
+
+def test_subclusters_that_alternate_are_one_run_without_a_backing_file() -> None:
+    words = [0, 0x5555555500000000] * 100
+    raw = image(words, size=100 << 16, incompatible_features=0x10)
+    assert list(mapping(raw, backed=False).runs(0, 100 << 16)) == [Run(0, 100 << 16, ZERO)]
+    assert len(list(mapping(raw).runs(0, 100 << 16))) == 3200
+    words = [5 << 16, 0xAAAAAAAA00000001]
+    raw = image(words, size=1 << 16, incompatible_features=0x10)
+    assert list(mapping(raw, backed=False).runs(0, 1 << 16)) == [Run(0, 2048, DATA, 5 << 16), Run(2048, 63488, ZERO)]

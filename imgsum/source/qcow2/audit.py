@@ -1,52 +1,91 @@
-"""What --untrusted demands of an image's mapping: that nothing in the file is used twice.
+"""What --untrusted demands of an image's tables: nothing is used twice, and the work is in proportion to the file.
 
 Writers use a cluster of the file for one thing: a part of the content, a table, or some compressed clusters. Where
 many entries refer to the same one, a small file stands for any amount of work; where they refer to tables, the
 content is the image's own innards. Both can be read, and no writer makes either.
+
+What is used once can still cost much: a table of 8 bytes for each step, tables and data that are holes of the file,
+compressed clusters that overlap. So each kind of work has a limit, which grows with the file's data, and is refused
+as soon as it is beyond that. Holes are no data: they cost an attacker nothing.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
+from collections.abc import Iterator
 
 from imgsum.errors import FormatError, RefusedError
 from imgsum.source.qcow2.header import Header
 from imgsum.source.qcow2.mapping import COMPRESSED, DATA, Mapping
-from imgsum.units import MIB
+from imgsum.units import KIB, MIB
 
 _MAX_BITMAP = 16 * MIB  # bytes: 8 TiB of file with 64 KiB clusters
 _MAX_COMPRESSED = 2 << 20  # clusters, of 8 bytes each: 128 GiB of content with 64 KiB clusters
-_PART = 1 << 17  # offsets in a Python set at one time: 8 MiB
+_PART = 1 << 15  # offsets that are sorted at one time, as Python's integers: 1 MiB
+_FILL = bytes([255]) * (64 * KIB)
 
 
-def refuse_double_use(header: Header, mapping: Mapping, file_size: int) -> None:
-    """Raise FormatError if a cluster of the file is used twice, RefusedError where finding out takes too much memory.
+def audit(header: Header, mapping: Mapping, file_size: int, data_size: int) -> None:
+    """Raise FormatError if a cluster of the file is used twice, RefusedError if the work is out of proportion.
 
-    Reads all tables that the content needs, and no data.
+    The file has FILE_SIZE bytes, and DATA_SIZE without its holes. Reads all tables that the content needs, and no
+    data, in memory of 32 MiB at most.
     """
     bits, cluster_size = header.cluster_bits, header.cluster_size
     used = _Clusters(file_size, bits)
+    # An L2 table or a run of the mapping costs 10 to 20 us in all. Writers spend a cluster, of 512 bytes or more, on
+    # each, or compressed data. Less than 256 bytes of that may be all that 64 KiB need: 4 GiB are free.
+    steps = _Limit("L2 tables and pieces of content", (1 << 16) + data_size // 256)
+    # A table of 64 KiB with one entry has 4 KiB of data after a copy that makes holes of zeros.
+    tables = _Limit("bytes of tables", 64 * MIB + 16 * data_size)
+    # The last sector of compressed data is shared with the next cluster's, so only the others are counted.
+    stored = _Limit("bytes of compressed data", MIB + 2 * data_size)
+    # Deflate makes up to 1032 bytes of one, zstd 32768. Real disks are compressed to a half or a tenth.
+    unpacked = _Limit("bytes of decompressed data", 512 * MIB + 64 * data_size)
+
     used.take(0, 1, 0)
     used.take(header.l1_offset >> bits, -(-header.l1_needed * 8 >> bits), 0)
     used.take(header.refcount_table_offset >> bits, header.refcount_table_clusters, 0)
     for at, offset in mapping.l2_tables():
+        steps.add(1)
+        tables.add(cluster_size)
         used.take(offset >> bits, 1, at)
     compressed = array("Q")
     data_end = 0
     for run in mapping.runs(0, header.size):
+        steps.add(1)
         if run.kind == DATA:
             first, end = run.host >> bits, -(-(run.host + run.length) >> bits)
             again = run.start < data_end  # the next subclusters of the cluster that was taken last
             used.take(first + again, end - first - again, run.start)
             data_end = -(-run.end >> bits) * cluster_size
         elif run.kind == COMPRESSED:
+            stored.add((run.stored - 1) // 512 * 512)
+            unpacked.add(cluster_size)
             if len(compressed) == _MAX_COMPRESSED:
                 raise RefusedError(f"has more than {_MAX_COMPRESSED} compressed clusters, too many for --untrusted")
             compressed.append(run.host)
-    for host in compressed:
-        if used.has(host >> bits):
+    last = -1
+    for host in _sorted(compressed):
+        if host == last or used.has(host >> bits):
             raise FormatError(f"the compressed cluster at byte {host} of the file is in a cluster that is used twice")
-    _refuse_duplicates(compressed)
+        last = host
+
+
+class _Limit:
+    """How much of one kind of work an image may make."""
+
+    def __init__(self, what: str, limit: int) -> None:
+        self._what = what
+        self._limit = limit
+        self._left = limit
+
+    def add(self, amount: int) -> None:
+        """Count AMOUNT, or refuse."""
+        self._left -= amount
+        if self._left < 0:
+            raise RefusedError(f"has more than {self._limit} {self._what}, too many for its size with --untrusted")
 
 
 class _Clusters:
@@ -70,17 +109,17 @@ class _Clusters:
         """
         end = min(first + count, len(self._bits) * 8)
         while first < end:
-            whole = (end >> 3) - (first >> 3)
+            whole = min((end >> 3) - (first >> 3), len(_FILL))
             if first & 7 or not whole:
                 if self.has(first):
                     self._refuse(first, at)
                 self._bits[first >> 3] |= 1 << (first & 7)
                 first += 1
             else:  # 8 at a time
-                here = slice(first >> 3, end >> 3)
+                here = slice(first >> 3, (first >> 3) + whole)
                 if self._bits.count(0, here.start, here.stop) != whole:
                     self._refuse(first, at)
-                self._bits[here] = b"\xff" * whole
+                self._bits[here] = _FILL[:whole]
                 first += whole * 8
 
     def _refuse(self, cluster: int, at: int) -> None:
@@ -88,13 +127,11 @@ class _Clusters:
         raise FormatError(f"the cluster at byte {host} of the file, or one after it, is used twice", offset=at)
 
 
-def _refuse_duplicates(offsets: array[int]) -> None:
-    """Raise FormatError if two of OFFSETS are the same."""
-    parts = len(offsets) // _PART + 1
-    for part in range(parts):
-        seen: set[int] = set()
-        for offset in offsets:
-            if hash((offset, parts)) % parts == part:
-                if offset in seen:
-                    raise FormatError(f"the compressed cluster at byte {offset} of the file is used twice")
-                seen.add(offset)
+def _sorted(offsets: array[int]) -> Iterator[int]:
+    """OFFSETS, which are sorted by parts on the way, from the lowest on: a list of them takes 40 bytes for each."""
+    parts = []
+    for start in range(0, len(offsets), _PART):
+        part = slice(start, start + _PART)
+        offsets[part] = array("Q", sorted(offsets[part]))
+        parts.append(memoryview(offsets)[part])
+    return iter(heapq.merge(*parts))

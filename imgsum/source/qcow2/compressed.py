@@ -33,7 +33,8 @@ _WINDOW_LOG = 23
 """zstd windows of up to 8 MiB, which RFC 8878 wants decoders to support and encoders not to exceed."""
 
 
-_MAX_FRAMES = 1024  # zstd frames of a cluster; each costs 20 us, also one of no content, and writers make one
+MAX_FRAMES = 1024
+"""zstd frames of a cluster. Each costs 20 us, also one without content. QEMU writes one."""
 
 _KEPT = 4 * MIB  # bytes of whole clusters
 
@@ -47,9 +48,9 @@ class EndsEarlyError(FormatError):
         super().__init__("compressed cluster: the data ends early")
 
 
-def decompressor(compression: int) -> Decompress:
+def decompressor(compression: int, max_frames: int = MAX_FRAMES) -> Decompress:
     """What decompresses clusters of this compression type, safe from any thread. Raises MissingError."""
-    return _zstd() if compression == ZSTD else _inflate()
+    return _zstd(max_frames) if compression == ZSTD else _inflate()
 
 
 class WholeClusters:
@@ -135,7 +136,7 @@ def _inflate_with(library: Any, stored: Iterable[memoryview], cluster: memoryvie
     raise EndsEarlyError
 
 
-def _zstd() -> Decompress:
+def _zstd(max_frames: int) -> Decompress:
     zstd = _import_zstd()
     options = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
     _keep_freed_blocks()
@@ -160,8 +161,8 @@ def _zstd() -> Decompress:
                     if done == size:
                         return
                     frames += 1
-                    if frames > _MAX_FRAMES:
-                        raise FormatError(f"compressed cluster: more than {_MAX_FRAMES} zstd frames")
+                    if frames > max_frames:
+                        raise FormatError(f"compressed cluster: more than {max_frames} zstd frames")
                     rest = stream.unused_data
                     stream = zstd.ZstdDecompressor(options=options)
                     if not rest:

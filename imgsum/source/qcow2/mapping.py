@@ -89,14 +89,17 @@ class Mapping:
         cache: TableCache,
         name: str,
         number: int = 0,
+        backed: bool = True,
     ) -> None:
         """READ reads the image's file, of FILE_SIZE bytes. Its data is in a file of DATA_SIZE: the same, or external.
 
-        Errors are about NAME. NUMBER tells the images that share CACHE apart.
+        Errors are about NAME. NUMBER tells the images that share CACHE apart. Not BACKED, subclusters that are not
+        allocated are ZERO, so that however they alternate with those, a cluster is one run.
         """
         self._name = name
         self.size = header.size
         self._header = header
+        self._backed = backed
         self._cluster_bits = header.cluster_bits
         self._cluster_size = header.cluster_size
         self._l2_shift = header.cluster_bits + header.l2_bits  # log2 of the content of an L2 table
@@ -208,11 +211,13 @@ class Mapping:
                 host = entry & _OFFSET_MASK
                 step = cluster_size if host or kind == DATA else 0
                 if index + 1 < last and entries[index + 1] == entry + step and host < _SANE:
-                    alike = (self._contiguous if step else self._alike).length(entries, index, last)
-                    if bitmaps is not None:
-                        alike = min(alike, self._alike.length(bitmaps, index, last))
+                    until = last if bitmaps is None else index + self._alike.length(bitmaps, index, last)
+                    alike = (self._contiguous if step else self._alike).length(entries, index, until)
                     stop = min(at + (alike << bits), end)
-                _add(runs, begin, stop, kind, host + begin - at)
+                if bitmap is None or kind == DATA:
+                    _add(runs, begin, stop, kind, host + begin - at)
+                else:  # a run for each bitmap, so that who counts runs counts the work
+                    runs.append(Run(begin, stop - begin, kind))
             index += alike
             at += alike << bits
         for run in runs:
@@ -249,11 +254,15 @@ class Mapping:
             return DATA if host or external else UNALLOCATED
         if bitmap & bitmap >> 32 & _ALL_ALLOCATED or (bitmap & _ALL_ALLOCATED and not (host or external)):
             raise self._bad(f"subcluster bitmap {bitmap:#018x} contradicts itself or its entry", at)
+        if not self._backed and not bitmap & _ALL_ALLOCATED:
+            return ZERO
         return {_ALL_ALLOCATED: DATA, _ALL_ZERO: ZERO, 0: UNALLOCATED}.get(bitmap)
 
     def _add_subclusters(self, runs: list[Run], host: int, bitmap: int, at: int, start: int, end: int) -> None:
         """Add START..END of the cluster at AT, whose 32 subclusters are not all alike."""
         bits = self._cluster_bits - 5
+        if not self._backed:
+            bitmap |= (~bitmap & _ALL_ALLOCATED) << 32
         while start < end:
             number = start - at >> bits
             kind = ZERO if bitmap >> 32 + number & 1 else DATA if bitmap >> number & 1 else UNALLOCATED

@@ -11,8 +11,8 @@ from imgsum.extent import Extent
 from imgsum.source import OpenOptions, refuse_larger
 from imgsum.source.backing import PROTOCOL, backing_file
 from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
-from imgsum.source.qcow2.audit import refuse_double_use
-from imgsum.source.qcow2.compressed import Decompress, EndsEarlyError, WholeClusters, decompressor
+from imgsum.source.qcow2.audit import audit
+from imgsum.source.qcow2.compressed import MAX_FRAMES, Decompress, EndsEarlyError, WholeClusters, decompressor
 from imgsum.source.qcow2.header import Header, at_snapshot, find_snapshot, parse
 from imgsum.source.qcow2.mapping import COMPRESSED, DATA, ZERO, Mapping, Run, resolve
 from imgsum.source.qcow2.tables import TableCache
@@ -47,21 +47,31 @@ class _RawLayer:
 class _Qcow2Layer:
     """A qcow2 image of a chain, and its external data file if it has one. Satisfies Layer."""
 
-    def __init__(self, file: HostFile, data: HostFile, header: Header, cache: TableCache, number: int) -> None:
+    def __init__(
+        self,
+        file: HostFile,
+        data: HostFile,
+        header: Header,
+        cache: TableCache,
+        number: int,
+        max_frames: int = MAX_FRAMES,
+    ) -> None:
         self.file = file
         self.data = data
         self.header = header
         self.size = header.size
         self.holes = Holes(data)
         self.number = number
-        self.mapping = Mapping(header, file.read_bytes, file.size, data.size, cache, file.name, number)
+        backed = header.backing_file is not None
+        self.mapping = Mapping(header, file.read_bytes, file.size, data.size, cache, file.name, number, backed)
         self.runs = self.mapping.runs
+        self._max_frames = max_frames
         self._decompress: Decompress | None = None
 
     def decompress(self) -> Decompress:
         """What decompresses this image's clusters; imported when there is one."""
         if self._decompress is None:
-            self._decompress = decompressor(self.header.compression)
+            self._decompress = decompressor(self.header.compression, self._max_frames)
         return self._decompress
 
 
@@ -246,7 +256,8 @@ def _open_layers(file: HostFile, options: OpenOptions, opened: list[HostFile]) -
         if header.has_data_file:
             data = HostFile(*_data_file(header, here), options)
             opened.append(data)
-        layer = _Qcow2Layer(here, data, header, cache, len(layers))
+        max_frames = 1 if options.untrusted else MAX_FRAMES  # many frames of 9 bytes, or many bytes in each
+        layer = _Qcow2Layer(here, data, header, cache, len(layers), max_frames)
         layers.append(layer)
         if options.untrusted:
             _audit(layer)
@@ -289,7 +300,9 @@ def _checked(header: Header, file: HostFile, options: OpenOptions) -> Header:
 
 
 def _audit(layer: _Qcow2Layer) -> None:
-    refuse_double_use(layer.header, layer.mapping, layer.file.size)
+    file_size = layer.file.size
+    data_size = sum(extent.length for extent in layer.holes.extents(0, file_size) if not extent.zero)
+    audit(layer.header, layer.mapping, file_size, data_size)
 
 
 def _data_file(header: Header, image: HostFile) -> tuple[str, str]:
