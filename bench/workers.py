@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from imgsum import blkhash
-from imgsum.checksums import checksum_images
+from imgsum.engine.checksum import Task, checksum_tasks
 from imgsum.errors import Error
 from imgsum.source import OpenOptions
 
@@ -14,7 +14,7 @@ def main() -> None:
     """Print the checksum as imgsum does."""
     workers, algorithm, image = sys.argv[1:]
     how = blkhash.construction("blkhash", algorithm, None)
-    for result in checksum_images([image], how, OpenOptions(), workers=int(workers)):
+    for result in checksum_tasks([Task(image, how, OpenOptions())], OpenOptions(), workers=int(workers)):
         if isinstance(result, Error):
             sys.exit(str(result))
         print(f"{result.hexdigest}  {result.name}")

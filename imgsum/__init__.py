@@ -26,11 +26,11 @@ TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 
 if TYPE_CHECKING:
     from imgsum.checking import Report, Verdict, check
-    from imgsum.checksums import checksum
-    from imgsum.comparison import Comparison, compare
-    from imgsum.differences import Range
+    from imgsum.engine.checksum import Checksum, checksum
+    from imgsum.engine.compare import Comparison, compare
+    from imgsum.engine.content import Stats
+    from imgsum.engine.mask import Range
     from imgsum.errors import Error
-    from imgsum.job import Checksum, Stats
     from imgsum.source import OpenOptions
 
 __all__ = [
@@ -51,17 +51,17 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checksum": "job",
-    "Comparison": "comparison",
+    "Checksum": "engine.checksum",
+    "Comparison": "engine.compare",
     "Error": "errors",
     "OpenOptions": "source",
-    "Range": "differences",
+    "Range": "engine.mask",
     "Report": "checking",
-    "Stats": "job",
+    "Stats": "engine.content",
     "Verdict": "checking",
     "check": "checking",
-    "checksum": "checksums",
-    "compare": "comparison",
+    "checksum": "engine.checksum",
+    "compare": "engine.compare",
 }
 
 

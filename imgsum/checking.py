@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from imgsum import blkhash
 from imgsum.blkhash import Construction
-from imgsum.checksums import Task, Watcher, checksum_tasks
+from imgsum.engine.checksum import Checksum, Task, checksum_tasks
+from imgsum.engine.content import Progress
 from imgsum.errors import Error, MismatchError, OpenError, RefusedError, os_error_reason
-from imgsum.job import Checksum
 from imgsum.source import OpenOptions, is_nbd_uri, is_stream
 from imgsum.source.stream import stream_descriptor
 from imgsum.sums import Line, MalformedError, parse_line, read_lines
@@ -114,9 +114,7 @@ def check_sums(
     relative_to_sums: bool = False,
     ignore_missing: bool = False,
     ignore_malformed: bool = False,
-    offset: int = 0,
-    length: int | None = None,
-    watcher: Watcher | None = None,
+    progress: Progress | None = None,
 ) -> Generator[Verdict, None, None]:
     """A verdict for each line of the file SUMS (`-`: standard input), in order. All images share one pool.
 
@@ -132,7 +130,7 @@ def check_sums(
             waiting.append(entry)
             yield entry.task
 
-    results = checksum_tasks(tasks(), options, offset=offset, length=length, watcher=watcher)
+    results = checksum_tasks(tasks(), options, progress=progress)
     try:
         for result in results:
             yield _verdict(waiting.popleft(), sums, result)
@@ -176,13 +174,13 @@ def _entry(
     line: Line | Error, sums: str, directory: str, how: Construction, options: OpenOptions, ignore_missing: bool
 ) -> _Entry:
     if isinstance(line, Error):
-        return _Entry(None, False, Task(sums, how, error=line))
+        return _Entry(None, False, Task(sums, how, options, error=line))
     path = line.name
     if not (path == "-" or is_nbd_uri(path)):
         path = os.path.join(directory, path)
     missing = ignore_missing and _is_missing(path)
     refusal = OpenError("is missing", name=path) if missing else _refusal(path, sums, options)
-    return _Entry(line, missing, Task(path, line.how, line.size, line.format, refusal))
+    return _Entry(line, missing, Task(path, line.how, options, line.size, refusal))
 
 
 def _refusal(path: str, sums: str, options: OpenOptions) -> Error | None:

@@ -15,7 +15,7 @@ TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from imgsum.checksums import Watcher
+    from imgsum.engine.content import Progress
     from imgsum.options import Arguments
     from imgsum.source import OpenOptions
 
@@ -65,21 +65,15 @@ def run(argv: list[str]) -> int:
 
 def _checksum(arguments: Arguments) -> int:
     from imgsum import blkhash, report
-    from imgsum.checksums import checksum_images
-    from imgsum.job import Checksum
+    from imgsum.engine.checksum import Checksum, Task, checksum_tasks
 
     how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
     names = arguments.names or ["-"]
     status = OK
     watcher = _watcher(arguments, len(names))
-    results = checksum_images(
-        [getattr(name, "words", name) for name in names],
-        how,
-        _open_options(arguments),
-        offset=arguments.offset,
-        length=arguments.length,
-        watcher=watcher,
-    )
+    options = _open_options(arguments)
+    tasks = [Task(getattr(name, "words", name), how, options) for name in names]
+    results = checksum_tasks(tasks, options, progress=watcher)
     try:
         for result in results:
             if isinstance(result, Checksum):
@@ -161,6 +155,8 @@ def _open_options(arguments: Arguments) -> OpenOptions:
         io_timeout=arguments.io_timeout,
         untrusted=arguments.untrusted,
         max_size=arguments.max_size,
+        offset=arguments.offset,
+        length=arguments.length,
         own_descriptors=False,
     )
 
@@ -173,7 +169,7 @@ def _known_format(name: str | None) -> str | None:
     return name
 
 
-def _watcher(arguments: Arguments, images: int | None) -> Watcher | None:
+def _watcher(arguments: Arguments, images: int | None) -> Progress | None:
     """Who hears of the progress of so many images (None: nobody knows how many), or None."""
     from imgsum import progress
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from imgsum import blkhash, checking, report
 from imgsum.blkhash import Construction
 from imgsum.checking import Tally, Verdict
-from imgsum.checksums import Watcher
-from imgsum.comparison import Pair
+from imgsum.engine.compare import Pair
+from imgsum.engine.content import Progress
 from imgsum.errors import DIFFERENT, OK, TROUBLE, Error, UsageError, printable
 from imgsum.options import Arguments
 from imgsum.source import OpenOptions
 
 
-def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Watcher | None]) -> int:
+def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Progress | None]) -> int:
     """Verify what each sums file lists. The status is the worst of theirs."""
     names = arguments.names or ["-"]
     for name in names:
@@ -40,7 +40,7 @@ def _construction(arguments: Arguments) -> Construction:
     return blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
 
 
-def _check_file(sums: str, arguments: Arguments, options: OpenOptions, watcher: Watcher | None) -> int:
+def _check_file(sums: str, arguments: Arguments, options: OpenOptions, watcher: Progress | None) -> int:
     tally = Tally()
     verdicts = checking.check_sums(
         sums,
@@ -50,9 +50,7 @@ def _check_file(sums: str, arguments: Arguments, options: OpenOptions, watcher: 
         relative_to_sums=arguments.relative_to_sums,
         ignore_missing=arguments.ignore_missing,
         ignore_malformed=arguments.ignore_malformed,
-        offset=arguments.offset,
-        length=arguments.length,
-        watcher=watcher,
+        progress=watcher,
     )
     try:
         for verdict in verdicts:
@@ -94,13 +92,13 @@ def _is_told(status: str, arguments: Arguments) -> bool:
     return status == checking.ERROR
 
 
-def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, watcher: Watcher | None) -> int:
+def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, watcher: Progress | None) -> int:
     """Compare two images."""
     if len(arguments.names) != 2:
         raise UsageError(f"compare takes two images, not {len(arguments.names)}")
     first_image, second_image = (getattr(name, "words", name) for name in arguments.names)
     try:
-        with Pair(first_image, second_image, options, second, offset=arguments.offset, length=arguments.length) as pair:
+        with Pair(first_image, second_image, options, second) as pair:
             listing = arguments.all and not arguments.quiet
             same = (_list_ranges if listing else _find_first)(pair, arguments, watcher)
             if not arguments.quiet:
@@ -112,13 +110,13 @@ def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, wat
     return OK if same else DIFFERENT
 
 
-def _find_first(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bool:
+def _find_first(pair: Pair, arguments: Arguments, watcher: Progress | None) -> bool:
     """Print the verdict, with the first byte that differs. Whether none does."""
     first, second = pair.sizes
     if arguments.strict and first != second and None not in pair.sizes:
         _print_result(pair, arguments, f"images differ in size: {first} and {second} bytes", identical=False)
         return False
-    offset = pair.first_difference(strict=arguments.strict, watcher=watcher)
+    offset = pair.first_difference(strict=arguments.strict, progress=watcher)
     pair.check_unchanged()
     if offset is None:
         _print_result(pair, arguments, "images are identical", identical=True)
@@ -127,14 +125,14 @@ def _find_first(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bo
     return False
 
 
-def _list_ranges(pair: Pair, arguments: Arguments, watcher: Watcher | None) -> bool:
+def _list_ranges(pair: Pair, arguments: Arguments, watcher: Progress | None) -> bool:
     """Print every range that differs, as it is found, and then the verdict. Whether there is none."""
     count = size = 0
     offset = None
 
     def lines() -> Iterator[str]:
         nonlocal count, size, offset
-        for start, length in pair.differences(strict=arguments.strict, watcher=watcher):
+        for start, length in pair.differences(strict=arguments.strict, progress=watcher):
             offset = start if offset is None else offset
             count, size = count + 1, size + length
             if arguments.json:

@@ -94,3 +94,18 @@ def os_error_reason(error: OSError) -> str:
 
 class MismatchError(Error):
     """The image is not what it was said to be: nothing is wrong with reading it."""
+
+
+class naming:  # noqa: N801  # used like contextlib.suppress
+    """`with naming(image):` errors that leave the block are about IMAGE, or about a file that it refers to."""
+
+    def __init__(self, image: str) -> None:
+        self._image = image
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
+        if isinstance(error, Error):
+            error.image = self._image
+            error.about(self._image)

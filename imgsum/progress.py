@@ -1,4 +1,4 @@
-"""Completed content -> a bar, lines, or a descriptor. Each satisfies checksums.Watcher.
+"""Completed content -> a bar, lines, or a descriptor. Each satisfies engine.content.Progress.
 
 They count content that is complete in order, zeros included. The clock and the output are arguments, so that tests
 compare what is written to the letter.
@@ -35,11 +35,11 @@ class Bar:
         self._name, self._size, self._started = "", None, 0.0  # type: tuple[str, int | None, float]
 
     def begin(self, name: str, size: int | None) -> None:
-        """See Watcher."""
+        """See Progress."""
         self._name, self._size, self._started = printable(name), size, self._clock()
 
     def advance(self, done: int) -> None:
-        """See Watcher."""
+        """See Progress."""
         now = self._clock()
         if now < self._next:
             return
@@ -48,7 +48,7 @@ class Bar:
         self._write("\r" + self._line(done, now - self._started) + "\x1b[K")
 
     def end(self) -> None:
-        """See Watcher."""
+        """See Progress."""
         if self._drawn:
             self._write("\r\x1b[K")
             self._drawn = False
@@ -76,12 +76,12 @@ class Lines:
         self._name, self._size, self._done = "", None, 0  # type: tuple[str, int | None, int]
 
     def begin(self, name: str, size: int | None) -> None:
-        """See Watcher."""
+        """See Progress."""
         self._name, self._size, self._done = printable(name), size, 0
         self._begun = True
 
     def advance(self, done: int) -> None:
-        """See Watcher."""
+        """See Progress."""
         self._done = done
         now = self._clock()
         if now >= self._next:
@@ -89,7 +89,7 @@ class Lines:
             self._line()
 
     def end(self) -> None:
-        """See Watcher."""
+        """See Progress."""
         if self._begun and (self._done == self._size or (self._size is None and self._done)):
             self._line()
         self._begun = False
@@ -117,18 +117,18 @@ class Descriptor:
         self._last = -1
 
     def begin(self, name: str, size: int | None) -> None:
-        """See Watcher."""
+        """See Progress."""
         self._size = size
         self._begun = True
         self._percent(0, 1)
 
     def advance(self, done: int) -> None:
-        """See Watcher."""
+        """See Progress."""
         if self._size:
             self._percent(done, self._size)
 
     def end(self) -> None:
-        """See Watcher."""
+        """See Progress."""
         if self._begun:
             self._percent(1, 1)
             self._ended += 1

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from imgsum.checking import Tally, Verdict
-    from imgsum.comparison import Pair
-    from imgsum.job import Checksum, Stats
+    from imgsum.engine.checksum import Checksum
+    from imgsum.engine.compare import Pair
+    from imgsum.engine.content import Stats
 
 SCHEMA = 1
 
@@ -205,14 +206,14 @@ def to_json(record: dict[str, object]) -> str:
 def stats_record(stats: Stats) -> dict[str, object]:
     """STATS for JSON."""
     record: dict[str, object] = stats._asdict()
-    del record["facts"]
-    return {**record, "seconds": round(stats.seconds, 6), **stats.facts}
+    del record["details"]
+    return {**record, "seconds": round(stats.seconds, 6), **stats.details}
 
 
 def stats_text(stats: Stats) -> str:
     """STATS for a person."""
     rate = stats.bytes_read / stats.seconds / 1e9 if stats.seconds > 0 else 0.0
-    facts = "".join(f", {key.replace('_', ' ')}: {value}" for key, value in stats.facts.items())
+    facts = "".join(f", {key.replace('_', ' ')}: {value}" for key, value in stats.details.items())
     return (
         f"read {human_size(stats.bytes_read)} in {stats.requests} requests, skipped {human_size(stats.zero_bytes)}"
         f" of zeros, {stats.extents} extents, {stats.seconds:.3f} s ({rate:.2f} GB/s){facts}"

@@ -346,7 +346,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
             raise source
         return source
 
-    monkeypatch.setattr("imgsum.content.open_source", open_source)
+    monkeypatch.setattr("imgsum.engine.content.open_source", open_source)
     return sources
 
 

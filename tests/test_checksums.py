@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from reference import KIB, MIB
 
 from imgsum import Checksum, OpenOptions, blkhash, checksum
-from imgsum.checksums import checksum_images
+from imgsum.engine.checksum import Task, checksum_tasks
 from imgsum.errors import ChangedError, Error, OpenError, ReadError
 from imgsum.extent import Extent
-from imgsum.job import block_digests, is_zero
+from imgsum.hash.blocks import block_digests, is_zero
 
 BLOCK = 4 * KIB
 SMALL = OpenOptions(request_size=BLOCK)
@@ -384,8 +384,13 @@ def test_ranges_that_are_not_there(offset: int, length: int | None, opens: Opens
 # --- many images --------------------------------------------------------------------------------------------------
 
 
+def start(names: list[str], **options: Any) -> Generator[Checksum | Error, None, None]:
+    construction = blkhash.construction("blkhash", "sha256", BLOCK)
+    return checksum_tasks((Task(name, construction, SMALL) for name in names), SMALL, **options)
+
+
 def run(names: list[str], **options: Any) -> list[Checksum | Error]:
-    return list(checksum_images(names, blkhash.construction("blkhash", "sha256", BLOCK), SMALL, **options))
+    return list(start(names, **options))
 
 
 def test_one_pool_for_all_images_and_the_others_go_on(opens: Opens, no_leak: None) -> None:
@@ -422,7 +427,7 @@ def test_a_result_comes_before_later_images_are_done(opens: Opens) -> None:
     release = threading.Event()
     opens["first"] = FakeSource(bytes(BLOCK))
     opens["second"] = FakeSource(bytes(BLOCK), before_read=lambda offset, length: release.wait(HANG))
-    results = checksum_images(["first", "second"], blkhash.construction("blkhash", None, BLOCK), SMALL)
+    results = start(["first", "second"])
     assert next(results).name == "first"
     release.set()
     assert next(results).name == "second"
@@ -444,7 +449,7 @@ def test_thousands_of_images_do_not_pile_up(opens: Opens) -> None:
     names = [f"image-{i}" for i in range(2000)]
     with pytest.MonkeyPatch.context() as patch:
         lazily = Lazily()
-        patch.setattr("imgsum.content.open_source", lambda name, options: lazily[name])
+        patch.setattr("imgsum.engine.content.open_source", lambda name, options: lazily[name])
         results = run(names)
     assert [result.name for result in results] == names
     assert all(isinstance(result, Checksum) for result in results)
@@ -454,7 +459,7 @@ def test_thousands_of_images_do_not_pile_up(opens: Opens) -> None:
 def test_left_early_everything_is_closed(opens: Opens) -> None:
     for i in range(5):
         opens[f"{i}"] = FakeSource(reference.content("400k:R"))
-    results = checksum_images(list(opens), blkhash.construction("blkhash", None, BLOCK), SMALL)
+    results = start(list(opens))
     next(results)
     results.close()
     assert all(source.closed or not source.readers for source in opens.values())
@@ -483,7 +488,7 @@ def test_progress_counts_in_order_zeros_included(opens: Opens) -> None:
     opens["b"] = OpenError("no such file or directory", name="b")
     opens["c"] = FakeSource(b"")
     watcher = Watcher()
-    run(["a", "b", "c"], watcher=watcher)
+    run(["a", "b", "c"], progress=watcher)
     assert watcher.heard == [
         ("a", 5 * BLOCK),
         ("advance", BLOCK),

@@ -373,7 +373,7 @@ def test_a_bug_of_ours_is_one_line_too(disk: str, imgsum: Imgsum) -> None:
     imgsum.command = [
         *imgsum.command[:1],
         "-c",
-        "import imgsum.job, imgsum.cli\nimgsum.job.BlkHash = None\nimgsum.cli.main()",
+        "import imgsum.engine.checksum, imgsum.cli\nimgsum.engine.checksum.BlkHash = None\nimgsum.cli.main()",
     ]
     usage_error(imgsum("checksum", disk), "internal error", "TypeError", "IMGSUM_DEBUG=1")
 

@@ -23,8 +23,8 @@ from reference import KIB, MIB
 
 import imgsum as api
 from imgsum import OpenOptions, Range
-from imgsum.comparison import Pair
-from imgsum.differences import maps, ranges
+from imgsum.engine.compare import Pair
+from imgsum.engine.mask import masks, ranges
 from imgsum.errors import ChangedError, OpenError, ReadError, UsageError
 from imgsum.extent import Extent
 
@@ -249,8 +249,8 @@ def test_ranges_of_any_two_buffers(first: bytes, second: bytes, copies: int, gap
     other = bytearray((second[:size] + bytes(gap)) * copies + second[:size])
     if not one:
         return
-    assert list(ranges(maps(memoryview(one), memoryview(other)))) == expected_ranges(one, other)
-    assert list(ranges(maps(memoryview(one), None))) == expected_ranges(one, b"")
+    assert list(ranges(masks(memoryview(one), memoryview(other)))) == expected_ranges(one, other)
+    assert list(ranges(masks(memoryview(one), None))) == expected_ranges(one, b"")
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_an_error_before_a_difference_is_trouble_and_behind_it_is_not_reached(
         opens["a"], opens["b"] = FakeSource(content, before_read=fail(at)), FakeSource(bytes(changed))
         with Pair("a", "b", SMALL, SMALL) as pair:
             if outcome is None:
-                with pytest.raises(ReadError, match="fake: input/output error at offset 49152"):
+                with pytest.raises(ReadError, match="a: input/output error at offset 49152"):
                     pair.first_difference()
             else:
                 assert pair.first_difference() == outcome

@@ -201,11 +201,11 @@ def test_a_file_that_is_modified_while_it_is_streamed(tmp_path: Path, monkeypatc
 
 def test_what_is_in_flight_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first piece is slow, no more than the buffers there are is taken from the pipe."""
-    from imgsum import job
+    from imgsum.engine import checksum as engine
 
     taken = 0
     release = threading.Event()
-    real = job.block_digests
+    real = engine.block_digests
     slow: list[bool] = [True]
 
     def slowly(*args: object) -> bytes:
@@ -229,7 +229,7 @@ def test_what_is_in_flight_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         release.set()
 
     most: list[int] = []
-    monkeypatch.setattr(job, "block_digests", slowly)
+    monkeypatch.setattr(engine, "block_digests", slowly)
     thread = threading.Thread(target=watch)
     thread.start()
     assert piped(chunks()) == reference.blkhash(reference.chunks("64m:A"))

@@ -61,6 +61,10 @@ class OpenOptions(NamedTuple):
     """A file with the secret of an encrypted image."""
     snapshot: str | None = None
     """The name or ID of an internal snapshot (qcow2) to read instead of the active layer."""
+    offset: int = 0
+    """Where the range that is read begins, in bytes."""
+    length: int | None = None
+    """Bytes of that range; None: to the end."""
     own_descriptors: bool = True
     """/dev/fd/N may be a descriptor that this process opened. Not so in the command, where it would be an image's."""
 

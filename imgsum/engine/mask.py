@@ -1,6 +1,6 @@
 """Two buffers -> where they differ, exact to the byte, at C speed. Pure functions.
 
-A *map* has one byte for each byte of content: 1 where the two differ, else 0. `bytes.find` walks it as fast as memchr.
+A *mask* has one byte for each byte of content: 1 where the two differ, else 0. `bytes.find` walks it as fast as memchr.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from imgsum.units import KIB
 _STEP = 4 * KIB
 """What is compared at a time once two buffers are known to differ: 256 steps of 0.4 us for each MiB."""
 
-_MOST = 64 * KIB  # of one map: int.from_bytes and ^ stay in the cache, and the integers are small
+_MAX_MASK = 64 * KIB  # bytes: int.from_bytes and ^ stay in the cache, and the integers are small
 _MARK = bytes([0]) + bytes([1]) * 255
 
 # memoryview == memoryview compares item by item, 70 times slower; bytearray == memoryview is as fast as this, but
@@ -23,6 +23,10 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 _zeros = ctypes.create_string_buffer(_STEP)
+
+
+Located = tuple[int, bytes | int]
+"""An offset in the content and the mask of what lies there; or the number of bytes there, which all differ."""
 
 
 class Range(NamedTuple):
@@ -37,8 +41,8 @@ def equal(first: memoryview, second: memoryview) -> bool:
     return not _memcmp(_address(first), _address(second), len(first))
 
 
-def maps(first: memoryview, second: memoryview | None) -> Iterator[tuple[int, bytes]]:
-    """The stretches in which FIRST differs from SECOND (None: from zeros), each as its offset and its map.
+def masks(first: memoryview, second: memoryview | None) -> Iterator[tuple[int, bytes]]:
+    """The stretches in which FIRST differs from SECOND (None: from zeros), each as its offset and its mask.
 
     They are in order and do not overlap; every byte outside them is the same.
     """
@@ -49,16 +53,16 @@ def maps(first: memoryview, second: memoryview | None) -> Iterator[tuple[int, by
         length = min(_STEP, size - at)
         if not _memcmp(a + at, _zeros if b is None else b + at, length):
             continue
-        if end != at or end - run >= _MOST:
+        if end != at or end - run >= _MAX_MASK:
             if end:
-                yield run, _map(first, second, run, end)
+                yield run, _mask(first, second, run, end)
             run = at
         end = at + length
     if end:
-        yield run, _map(first, second, run, end)
+        yield run, _mask(first, second, run, end)
 
 
-def _map(first: memoryview, second: memoryview | None, start: int, end: int) -> bytes:
+def _mask(first: memoryview, second: memoryview | None, start: int, end: int) -> bytes:
     if second is None:
         return bytes(first[start:end]).translate(_MARK)
     one = int.from_bytes(first[start:end], "little")
@@ -66,12 +70,9 @@ def _map(first: memoryview, second: memoryview | None, start: int, end: int) -> 
     return (one ^ other).to_bytes(end - start, "little").translate(_MARK)
 
 
-def ranges(located: Iterable[tuple[int, bytes | int]]) -> Iterator[Range]:
-    """The differing ranges of maps and their offsets in the content, in order. Neighbours are merged across maps.
-
-    A number in place of a map: so many bytes differ.
-    """
-    start = end = 0  # what is not yielded yet, as the next map may continue it
+def ranges(located: Iterable[Located]) -> Iterator[Range]:
+    """The differing ranges of masks and their offsets in the content, in order. Neighbours are merged across masks."""
+    start = end = 0  # what is not yielded yet, as the next mask may continue it
     for offset, differs in located:
         for first, last in _marked(differs):
             if offset + first != end:

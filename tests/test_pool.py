@@ -5,30 +5,33 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 from conftest import HANG
 
-from imgsum.pipeline import WORKERS, Piece, Pipeline, Worker, page_aligned
+from imgsum.engine.pool import WORKERS, Pool, Worker, page_aligned
 
 AHEAD = 32  # pieces, however little each is
 """The most pieces that may wait behind the head: their number bounds memory."""
 
 
-class Task(Piece):
-    """A piece that runs a function, if it has one."""
+class Task(NamedTuple):
+    """An item with a function to run, if it has one."""
 
-    __slots__ = ("action", "has_work", "index")
+    index: int
+    action: Callable[[Worker], object] | None = None
+    weight: int = 1
 
-    def __init__(self, index: int, action: object = None) -> None:
-        super().__init__()
-        self.index = index
-        self.action = action
-        self.has_work = action is not None
+    @property
+    def has_work(self) -> bool:
+        return self.action is not None
 
-    def work(self, worker: Worker) -> None:
-        self.action(worker)
+
+def work(worker: Worker, task: Task) -> object:
+    assert task.action is not None
+    return task.action(worker)
 
 
 def nothing(worker: Worker) -> None:
@@ -43,8 +46,8 @@ def test_exactly_eight_workers_each_with_its_number() -> None:
         barrier.wait()
         seen.add((worker.index, threading.current_thread()))
 
-    with Pipeline() as pipeline:
-        list(pipeline.run(Task(i, meet) for i in range(32)))
+    with Pool() as pool:
+        list(pool.map(work, (Task(i, meet) for i in range(32))))
     assert WORKERS == 8
     assert sorted(index for index, _ in seen) == list(range(8))
 
@@ -55,9 +58,9 @@ def test_order_does_not_depend_on_timing() -> None:
 
     for seed in range(100):
         random.seed(seed)
-        with Pipeline() as pipeline:
+        with Pool() as pool:
             pieces = (Task(i, dawdle if random.random() < 0.7 else None) for i in range(40))
-            assert [piece.index for piece in pipeline.run(pieces)] == list(range(40))
+            assert [done.item.index for done in pool.map(work, pieces)] == list(range(40))
 
 
 def test_a_slow_head_stops_the_feeder() -> None:
@@ -81,10 +84,10 @@ def test_a_slow_head_stops_the_feeder() -> None:
             fed += 1
             yield Task(i, other if i else head)
 
-    with Pipeline() as pipeline:
-        done = list(pipeline.run(feed()))
+    with Pool() as pool:
+        done = list(pool.map(work, feed()))
     assert len(done) == 1000
-    assert all(piece.error is None for piece in done)
+    assert all(done.error is None for done in done)
     assert most_fed == AHEAD
 
 
@@ -105,8 +108,8 @@ def test_zeros_behind_a_slow_head_are_bounded_too() -> None:
                 enough.set()
             yield Task(i, None if i else head)
 
-    with Pipeline() as pipeline:
-        assert len(list(pipeline.run(feed()))) == 1000
+    with Pool() as pool:
+        assert len(list(pool.map(work, feed()))) == 1000
     assert len(fed_meanwhile) == AHEAD
 
 
@@ -118,9 +121,9 @@ def test_a_complete_head_is_taken_before_more_is_fed() -> None:
             fed.append(i)
             yield Task(i)
 
-    with Pipeline() as pipeline:
-        for piece in pipeline.run(feed()):
-            assert fed[-1] == piece.index
+    with Pool() as pool:
+        for done in pool.map(work, feed()):
+            assert fed[-1] == done.item.index
 
 
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, KeyboardInterrupt, SystemExit])
@@ -128,13 +131,13 @@ def test_an_error_stays_with_its_piece(kind: type[BaseException]) -> None:
     def fail(worker: Worker) -> None:
         raise kind("no")
 
-    with Pipeline() as pipeline:
-        done = list(pipeline.run(Task(i, fail if i == 5 else nothing) for i in range(20)))
-        assert [piece.index for piece in done] == list(range(20))
-        assert [piece.index for piece in done if piece.error is not None] == [5]
+    with Pool() as pool:
+        done = list(pool.map(work, (Task(i, fail if i == 5 else nothing) for i in range(20))))
+        assert [done.item.index for done in done] == list(range(20))
+        assert [done.item.index for done in done if done.error is not None] == [5]
         assert isinstance(done[5].error, kind)
         # The worker that met it goes on.
-        assert len(list(pipeline.run(Task(i, nothing) for i in range(100)))) == 100
+        assert len(list(pool.map(work, (Task(i, nothing) for i in range(100))))) == 100
 
 
 def test_an_error_of_the_feeder_reaches_the_caller(no_leak: None) -> None:
@@ -142,32 +145,32 @@ def test_an_error_of_the_feeder_reaches_the_caller(no_leak: None) -> None:
         yield Task(0, nothing)
         raise OSError("no more")
 
-    with pytest.raises(OSError, match="no more"), Pipeline() as pipeline:
-        list(pipeline.run(feed()))
-    for thread in pipeline._threads:
+    with pytest.raises(OSError, match="no more"), Pool() as pool:
+        list(pool.map(work, feed()))
+    for thread in pool._threads:
         thread.join(HANG)
 
 
 def test_workers_end_with_it(no_leak: None) -> None:
-    with Pipeline() as pipeline:
-        list(pipeline.run(Task(i, nothing) for i in range(100)))
+    with Pool() as pool:
+        list(pool.map(work, (Task(i, nothing) for i in range(100))))
 
 
 def test_workers_end_when_it_is_left_early() -> None:
-    def leave(pipeline: Pipeline[Task]) -> None:
-        next(pipeline.run(Task(i, nothing) for i in range(100)))
+    def leave(pool: Pool) -> None:
+        next(pool.map(work, (Task(i, nothing) for i in range(100))))
         raise RuntimeError("enough")
 
-    with pytest.raises(RuntimeError, match="enough"), Pipeline() as pipeline:
-        leave(pipeline)
-    for thread in pipeline._threads:
+    with pytest.raises(RuntimeError, match="enough"), Pool() as pool:
+        leave(pool)
+    for thread in pool._threads:
         thread.join(HANG)
         assert not thread.is_alive()
 
 
 def test_nothing_to_do() -> None:
-    with Pipeline() as pipeline:
-        assert list(pipeline.run(iter(()))) == []
+    with Pool() as pool:
+        assert list(pool.map(work, iter(()))) == []
 
 
 class TestBuffers:

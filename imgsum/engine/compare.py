@@ -1,0 +1,298 @@
+"""Two images -> where their content differs. Read top to bottom, as a byte travels.
+
+_items() lays the extents of both sides over each other. _differences() loads both sides of an item and compares them,
+in a worker. Pair._found() takes the results in content order, and mask.ranges() makes ranges of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from imgsum.engine import mask
+from imgsum.engine.content import (
+    MAX_ZERO_PART,
+    Content,
+    Image,
+    Part,
+    Progress,
+    Stats,
+    buffer_size,
+    count_buffers,
+    image_name,
+    open_content,
+)
+from imgsum.engine.mask import Located, Range
+from imgsum.engine.pool import Pool, Worker
+from imgsum.errors import UsageError, naming
+from imgsum.extent import Extent, align, coalesce, overlay
+from imgsum.hash.blocks import is_zero
+from imgsum.source import OpenOptions, is_stream
+from imgsum.units import KIB, MIB
+
+_MAX_PART = 4 * MIB  # bytes of one side, so that two buffers for each worker, and the masks, stay small
+_ALIGNMENT = 64 * KIB  # of extents, so that both sides read whole pages and clusters
+_MAX_STRETCH = 64 * MIB  # of data extents that are merged before they are laid over those of the other side
+
+
+class Comparison(NamedTuple):
+    """What compare() found. True only when the content is the same."""
+
+    identical: bool
+    ranges: tuple[Range, ...]
+    """Where it differs: in order, merged, exact to the byte. Not all of them unless `complete`."""
+    sizes: tuple[int | None, int | None]
+    """Bytes of content; the rest of the longer one is compared with zeros. None: a stream not read to its end."""
+    complete: bool = True
+    """`ranges` is all of them; False: there are more than the limit, and what comes after was not compared."""
+
+    def __bool__(self) -> bool:
+        return self.identical
+
+
+def compare(
+    first: Image,
+    second: Image,
+    *,
+    strict: bool = False,
+    offset: int = 0,
+    length: int | None = None,
+    limit: int | None = 1000,
+    options: OpenOptions | None = None,
+    second_options: OpenOptions | None = None,
+) -> Comparison:
+    """Compare the content of two images, or LENGTH bytes of it from OFFSET.
+
+    A longer image whose rest is all zeros has the same content, unless STRICT. limit: stop after so many differing
+    ranges, at least 1, and say whether there are more; None lists all of them, however many there are. options: how
+    the first image is opened and read; second_options: how the second is, where that differs. Raises an imgsum.Error
+    when either can't be read.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1, or None: {limit}")
+    options = (options or OpenOptions())._replace(offset=offset, length=length)
+    second_options = options if second_options is None else second_options._replace(offset=offset, length=length)
+    with Pair(first, second, options, second_options) as pair:
+        found = tuple(islice(pair.differences(strict=strict), None if limit is None else limit + 1))
+        pair.check_unchanged()
+        ranges = found[:limit]
+        return Comparison(not found, ranges, pair.sizes, complete=len(found) == len(ranges))
+
+
+class Pair:
+    """Two open images that are compared once. Use as a context manager."""
+
+    def __init__(self, first: Image, second: Image, options: OpenOptions, second_options: OpenOptions) -> None:
+        """Open both; one of them may be a stream. Raises an imgsum.Error."""
+        if all(isinstance(image, (str, os.PathLike)) and is_stream(os.fspath(image)) for image in (first, second)):
+            raise UsageError("both images are streams: only one of them can be")
+        self.names = image_name(first), image_name(second)
+        self._part_size = min(buffer_size(options), buffer_size(second_options), _MAX_PART)
+        self._buffers = count_buffers(2 * self._part_size, options)
+        self._done = self._bytes_read = self._requests = self._extents = 0
+        self._started = time.monotonic()
+        self._sides: list[Content] = []
+        self._running: Generator[Located, None, None] | None = None
+        try:
+            for image, name, opened_by in zip((first, second), self.names, (options, second_options), strict=True):
+                with naming(name):
+                    self._sides.append(open_content(image, opened_by, self._part_size, self._part_size))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """QEMU's names of both formats."""
+        first, second = self._sides
+        return first.format, second.format
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Bytes of content on each side, at most the length that was asked for; None: a stream that has not ended."""
+        first, second = (None if side.end is None else side.end - side.start for side in self._sides)
+        return first, second
+
+    def stats(self) -> Stats:
+        """What it took so far, for both sides together."""
+        first, second = self._sides
+        return Stats(
+            self._bytes_read,
+            2 * self._done - self._bytes_read,
+            self._extents,
+            self._requests,
+            time.monotonic() - self._started,
+            {**first.details(), **{f"second_{key}": value for key, value in second.details().items()}},
+        )
+
+    def differences(self, *, strict: bool = False, progress: Progress | None = None) -> Iterator[Range]:
+        """Every range that differs, in order and lazily. STRICT: the longer image's rest differs, whatever it is."""
+        self._running = self._found(strict, None, progress)
+        return mask.ranges(self._running)
+
+    def first_difference(self, *, strict: bool = False, progress: Progress | None = None) -> int | None:
+        """The offset of the first byte that differs, or None. Nothing after it is waited for."""
+        self._running = self._found(strict, 1, progress)
+        for offset, differs in self._running:
+            return offset if isinstance(differs, int) else offset + differs.index(1)
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise an imgsum.Error when either image changed meanwhile."""
+        for side, name in zip(self._sides, self.names, strict=True):
+            with naming(name):
+                side.check_unchanged()
+
+    def close(self) -> None:
+        """End what runs, and close both. Closing twice is harmless.
+
+        Some worker may still be stuck in a read, of a server that does not answer: closing the source ends that.
+        """
+        if self._running:
+            self._running.close()
+        while self._sides:
+            self._sides.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _found(self, strict: bool, limit: int | None, progress: Progress | None) -> Generator[Located, None, None]:
+        """What differs, as mask.ranges() takes it, in content order; at most LIMIT masks of each item."""
+        if progress:
+            known = [size for size in self.sizes if size is not None]
+            progress.begin(self.names[0], max(known) if len(known) == 2 else None)
+
+        def work(worker: Worker, item: _Item) -> list[Located]:
+            return self._differences(worker, item, limit)
+
+        try:
+            with Pool(self._buffers) as pool:
+                for done in pool.map(work, self._items(strict)):
+                    item = done.item
+                    if done.error is not None:
+                        raise done.error
+                    if item.error is not None:
+                        raise item.error
+                    for side, part in zip(self._sides, item.parts, strict=True):
+                        if part is not None:
+                            self._bytes_read += part.length
+                            self._requests += side.requests(part)
+                    self._done += item.length
+                    if item.all_differ:
+                        yield item.start, item.length
+                    elif done.result:
+                        yield from done.result
+                    if progress:
+                        progress.advance(self._done)
+        finally:
+            if progress:
+                progress.end()
+
+    def _items(self, strict: bool) -> Iterator[_Item]:
+        try:
+            yield from self._items_of_both(strict)
+        except Exception as error:  # comes after the errors of the items before it
+            yield _Item(0, 0, error=error)
+
+    def _items_of_both(self, strict: bool) -> Iterator[_Item]:
+        """The extents of both sides, laid over each other. Zeros against zeros are never read."""
+        first, second = self._sides
+        bound = max(first.bound, second.bound)
+        both = overlay(self._extents_of(first, bound), self._extents_of(second, bound))
+        for extent_start, extent_length, zeros in both:
+            start, end = extent_start, extent_start + extent_length
+            while start < end:
+                ended = [side.end is not None and start >= side.end for side in self._sides]
+                if all(ended):  # the extents of a stream go on
+                    return
+                sides = [
+                    None if is_zero_there or has_ended else side
+                    for is_zero_there, has_ended, side in zip(zeros, ended, self._sides, strict=True)
+                ]
+                item = self._item(start, end - start, sides, all_differ=strict and any(ended))
+                if item.length:
+                    yield item
+                start += item.length
+
+    def _item(self, start: int, length: int, sides: list[Content | None], *, all_differ: bool) -> _Item:
+        """At most LENGTH bytes from START of those SIDES that are not None, which stands for zeros.
+
+        A stream is read here, and may end: then the item is shorter, down to nothing.
+        """
+        parts: list[Part | None] = [None, None]
+        for index, side in enumerate(sides):
+            if side is not None and side.end is None:
+                part = side.part(start, min(length, self._part_size))
+                length = part.length
+                if all_differ or not length:
+                    side.release(part)
+                else:
+                    parts[index] = part
+        if not all_differ and sides != [None, None]:
+            length = min(length, self._part_size)
+            parts = [
+                part or (side.part(start, length) if side is not None and length else None)
+                for part, side in zip(parts, sides, strict=True)
+            ]
+        return _Item(start, length, (parts[0], parts[1]), all_differ)
+
+    def _extents_of(self, content: Content, bound: int) -> Iterator[Extent]:
+        """The extents of CONTENT, aligned and merged, and then, up to BOUND, zeros."""
+
+        def counted() -> Iterator[Extent]:
+            for extent in content.extents():
+                self._extents += 1
+                yield extent
+
+        aligned = align(counted(), _ALIGNMENT, content.start, content.bound)
+        yield from coalesce(aligned, _MAX_STRETCH, MAX_ZERO_PART)
+        if bound > content.bound:
+            yield Extent(content.bound, bound - content.bound, True)
+
+    def _differences(self, worker: Worker, item: _Item, limit: int | None) -> list[Located]:
+        """The masks of where both sides of ITEM differ, LIMIT of them at most."""
+        loaded: list[memoryview] = []
+        sides = [side for side in zip(self._sides, self.names, item.parts, strict=True) if side[2] is not None]
+        try:
+            for side, name, part in sides:
+                assert part is not None
+                with naming(name):
+                    loaded.extend(side.load(part, worker, which=len(loaded)))
+            first, second = loaded[0], loaded[1] if len(loaded) == 2 else None
+            if is_zero(first) if second is None else mask.equal(first, second):
+                return []
+            return [(item.start + at, differs) for at, differs in islice(mask.masks(first, second), limit)]
+        finally:
+            for side, _, part in sides:
+                assert part is not None
+                side.release(part)
+
+
+class _Item(NamedTuple):
+    """`length` bytes of both sides, from `start`."""
+
+    start: int
+    length: int
+    parts: tuple[Part | None, Part | None] = (None, None)
+    """What is to be loaded and compared; None stands for zeros."""
+    all_differ: bool = False
+    """Only one side has this, and that counts."""
+    error: Exception | None = None
+    """Why nothing follows."""
+
+    @property
+    def has_work(self) -> bool:
+        """See pool.Item."""
+        return self.parts != (None, None)
+
+    @property
+    def weight(self) -> int:
+        """See pool.Item. A mask may be as large as the data: at most 16 MiB of them wait behind a slow head."""
+        return max(1, 2 * self.length // MIB) if self.has_work else 1

@@ -1,0 +1,270 @@
+"""The content that is read: a range of an open image, in parts that workers load. A stream is read the same way.
+
+What is optional in a source, and its safe fallback, is here. For the rest of the engine all images look alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+from imgsum.engine.pool import WORKERS, Worker, page_aligned
+from imgsum.errors import OpenError, ReadError
+from imgsum.extent import Extent, tile
+from imgsum.source import OpenOptions, Reader, Source, command_name, open_source
+from imgsum.source.stream import Stream
+from imgsum.units import GIB, MAX_SIZE, MIB
+
+Image = str | os.PathLike[str] | Sequence[str]
+"""A path, `-` for standard input, an NBD URI, or the words of a command that serves NBD."""
+
+MAX_ZERO_PART = 4 * GIB
+"""Bytes of the longest run of zeros in one item: 1 ms of the outer hash. Data behind a hole is fed meanwhile."""
+
+_MAX_IN_FLIGHT = 32 * MIB
+"""Bytes of all buffers, whatever --queue-size says. With the interpreter and a format's tables, that is 64 MiB."""
+
+
+class Stats(NamedTuple):
+    """What it took. Bytes, counts, seconds."""
+
+    bytes_read: int
+    zero_bytes: int
+    """Not read, as they were known to be zero."""
+    extents: int
+    requests: int
+    seconds: float
+    details: dict[str, object]
+    """What the source says of how it was read."""
+
+
+class Progress(Protocol):
+    """Is told about completed content, by the thread that called."""
+
+    def begin(self, name: str, size: int | None) -> None:
+        """An image's content begins: SIZE bytes, None when that isn't known."""
+
+    def advance(self, done: int) -> None:
+        """The first DONE bytes of it are complete, zeros included."""
+
+    def end(self) -> None:
+        """The image is done, or failed, or nothing was begun."""
+
+
+class Part(NamedTuple):
+    """`length` bytes of an image's content from `start`."""
+
+    start: int
+    length: int
+    buffer: memoryview | None = None
+    """What was read already (a stream); None: to be read by the worker."""
+
+
+class Content(Protocol):
+    """The content of one open image, from `start`."""
+
+    format: str
+    start: int
+    end: int | None
+    """The offset after the last byte; None while a stream has not ended."""
+    bound: int
+    """Where extents() end: no content lies beyond this offset."""
+    note: str | None
+    """What a user should know about a checksum of this content, or None."""
+
+    def extents(self) -> Iterator[Extent]:
+        """The extents of the range: lazily, in order, tiling it. Those of a stream may go beyond its end."""
+
+    def part(self, start: int, length: int) -> Part:
+        """What a worker needs to load LENGTH bytes from START; less than LENGTH only where a stream ends.
+
+        Called by the feeding thread, in content order. Raises an imgsum.Error.
+        """
+
+    def load(self, part: Part, worker: Worker, which: int = 0) -> Iterator[memoryview]:
+        """The bytes of PART, in order, in writable pieces; each is valid until the next. WHICH: the worker's buffer.
+
+        Raises an imgsum.Error.
+        """
+
+    def requests(self, part: Part) -> int:
+        """How many reads PART takes."""
+
+    def release(self, part: Part) -> None:
+        """Give back what PART holds. Called once, by a worker, also for a part that was not loaded."""
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if the content may have changed since the image was opened."""
+
+    def details(self) -> dict[str, object]:
+        """What --stats says of how the image was read."""
+
+    def close(self) -> None:
+        """Give back everything."""
+
+
+def image_name(image: Image) -> str:
+    """What messages and checksum lines call IMAGE."""
+    if isinstance(image, (str, os.PathLike)):
+        return os.fspath(image)
+    return command_name(image)
+
+
+def open_content(image: Image, options: OpenOptions, part_size: int, buffer_size: int) -> Content:
+    """Open IMAGE, and the range of it that OPTIONS ask for.
+
+    PART_SIZE: bytes of the largest part. BUFFER_SIZE: bytes of the pieces in which workers load it.
+
+    Raises an imgsum.Error.
+    """
+    source = open_source(os.fspath(image) if isinstance(image, os.PathLike) else image, options)
+    try:
+        if isinstance(source, Stream):
+            return _Streamed(source, options, part_size)
+        return _Range(source, options, buffer_size)
+    except BaseException:
+        source.close()
+        raise
+
+
+def buffer_size(options: OpenOptions, block_size: int = 0) -> int:
+    """Bytes of one worker's buffer: a request, or a block of up to 1 MiB. A larger block is hashed as it is read."""
+    return max(options.request_size, min(block_size, MIB))
+
+
+def count_workers(options: OpenOptions) -> int:
+    """How many workers may read at a time, one request each. Their buffers are of at least 1 MiB."""
+    fit = _MAX_IN_FLIGHT // max(options.request_size, MIB)
+    return max(1, min(WORKERS, options.queue_size // options.request_size, fit))
+
+
+def count_buffers(size: int, options: OpenOptions) -> int:
+    """How many buffers of SIZE bytes may be in flight: at least one, at most one for each worker."""
+    return max(1, min(WORKERS, min(options.queue_size, _MAX_IN_FLIGHT) // size))
+
+
+class _Range:
+    """A range of a source, read by the workers. Satisfies Content."""
+
+    def __init__(self, source: Source, options: OpenOptions, buffer_size: int) -> None:
+        self.format = source.format
+        self.check_unchanged = source.check_unchanged
+        self.details = source.facts
+        self.start = options.offset
+        self.bound = source.size if options.length is None else options.offset + options.length
+        self.end: int | None = self.bound
+        if not self.start <= self.bound <= source.size:
+            length = max(0, self.bound - self.start)
+            raise OpenError(f"has {source.size} bytes, so there is no range of {length} from {self.start}")
+        self.note = _note_of_size(source) if self.bound - self.start == source.size else None
+        self._source = source
+        self._options = options
+        self._buffer_size = buffer_size
+        self._readers: dict[int, Reader] = {}  # by the worker's index
+
+    def extents(self) -> Iterator[Extent]:
+        answer = self._source.extents(self.start, self.bound - self.start) if self._options.extents else iter(())
+        return tile(answer, self.start, self.bound)
+
+    def part(self, start: int, length: int) -> Part:
+        return Part(start, length)
+
+    def load(self, part: Part, worker: Worker, which: int = 0) -> Iterator[memoryview]:
+        reader = self._readers.get(worker.index)
+        if reader is None:
+            reader = self._readers[worker.index] = self._source.reader()
+        request = self._options.request_size
+        end = part.start + part.length
+        for start in range(part.start, end, self._buffer_size):
+            buffer = worker.buffer(self._buffer_size, which)[: end - start]
+            for at in range(0, len(buffer), request):
+                reader.read(start + at, buffer[at : at + request])
+            yield buffer
+
+    def requests(self, part: Part) -> int:
+        return -(-part.length // self._options.request_size)
+
+    def release(self, part: Part) -> None:
+        pass
+
+    def close(self) -> None:
+        for reader in list(self._readers.values()):
+            reader.close()
+        self._source.close()
+
+
+def _note_of_size(source: Source) -> str | None:
+    rest = source.size % 512
+    if not rest or source.format != "raw":
+        return None
+    return (
+        f"the size, {source.size} bytes, is not a multiple of 512: QEMU adds {512 - rest} zeros to such an"
+        " image, so an NBD export or a converted copy of it has another checksum"
+    )
+
+
+class _Streamed:
+    """A stream, read by the feeding thread into buffers that workers give back. Satisfies Content.
+
+    The number of buffers bounds what is in flight.
+    """
+
+    def __init__(self, stream: Stream, options: OpenOptions, part_size: int) -> None:
+        self.format = stream.format
+        self.check_unchanged = stream.check_unchanged
+        self.details = stream.facts
+        self.close = stream.close
+        self.start = options.offset
+        self.end: int | None = None
+        self.note: str | None = None
+        self._stream = stream
+        self.bound = MAX_SIZE if options.length is None else options.offset + options.length
+        self._length_is_given = options.length is not None
+        stream.wanted = self.bound if self._length_is_given else None
+        self._part_size = part_size
+        self._count = count_buffers(part_size, options)
+        self._buffers: SimpleQueue[memoryview] = SimpleQueue()
+
+    def extents(self) -> Iterator[Extent]:
+        for _ in range(self._count):
+            self._buffers.put(memoryview(page_aligned(self._part_size)))
+        self._skip(self.start)
+        if self.bound > self.start:
+            yield Extent(self.start, self.bound - self.start, False)
+        else:
+            self.end = self.bound
+
+    def part(self, start: int, length: int) -> Part:
+        buffer = self._buffers.get()
+        count = self._stream.fill(buffer[:length])
+        if count < length:
+            if self._length_is_given:
+                raise ReadError(f"the stream ends {self.bound - start - count} bytes early", offset=start + count)
+            self.end = start + count
+        elif start + count == self.bound:
+            self.end = self.bound
+        return Part(start, count, buffer)
+
+    def _skip(self, count: int) -> None:
+        """Read and drop COUNT bytes: a stream can't be positioned."""
+        buffer = self._buffers.get()
+        while count:
+            filled = self._stream.fill(buffer[:count])
+            if filled == 0:
+                raise ReadError("the stream ends before the range begins", offset=self._stream.position)
+            count -= filled
+        self._buffers.put(buffer)
+
+    def load(self, part: Part, worker: Worker, which: int = 0) -> Iterator[memoryview]:
+        assert part.buffer is not None
+        if part.length:
+            yield part.buffer[: part.length]
+
+    def requests(self, part: Part) -> int:
+        return min(part.length, 1)
+
+    def release(self, part: Part) -> None:
+        assert part.buffer is not None
+        self._buffers.put(part.buffer)

@@ -1,0 +1,1 @@
+"""Block digests, and the checksum that is made of them."""
