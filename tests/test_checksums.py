@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,16 +313,31 @@ def test_is_zero(length: int) -> None:
 
 
 @pytest.mark.parametrize("request_size", [4 * KIB, 16 * KIB, 64 * KIB, 2 * MIB])
-@pytest.mark.parametrize("block_size", [4 * KIB, 64 * KIB, MIB])
-def test_no_request_is_larger_than_asked(request_size: int, block_size: int, opens: Opens) -> None:
-    source = opens["fake"] = FakeSource(reference.content("3m:R 100:A"))
-    result = checksum("fake", block_size=block_size, options=OpenOptions(request_size=request_size))
-    assert result.hexdigest == reference.blkhash(source.content, "sha256", block_size)
-    assert max(length for _, length in source.reads) <= request_size
-    assert result.stats.requests == len(source.reads)
-    read = sorted(source.reads)
+@pytest.mark.parametrize("block_size", [4 * KIB, 64 * KIB, MIB, 2 * MIB])
+def test_no_request_is_larger_than_asked(
+    request_size: int, block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = reference.content("3m:R 100:A")
+    (tmp_path / "image").write_bytes(content)
+    reads: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        if count:
+            reads.append((offset, len(buffers[0])))
+        return count
+
+    options = OpenOptions(format="raw", request_size=request_size, extents=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        result = checksum(tmp_path / "image", block_size=block_size, options=options)
+    assert result.hexdigest == reference.blkhash(content, "sha256", block_size)
+    assert max(length for _, length in reads) <= request_size
+    assert result.stats.requests == len(reads)
+    read = sorted(reads)
     assert [offset for offset, _ in read] == [sum(length for _, length in read[:i]) for i in range(len(read))]
-    assert sum(length for _, length in read) == source.size
+    assert sum(length for _, length in read) == len(content)
 
 
 @pytest.mark.parametrize(("queue_size", "at_once"), [(1, 1), (64 * KIB, 1), (128 * KIB, 2), (MIB, 8), (64 * MIB, 8)])

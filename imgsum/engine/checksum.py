@@ -20,7 +20,6 @@ from imgsum.engine.content import (
     Part,
     Progress,
     Stats,
-    buffer_size,
     count_workers,
     image_name,
     open_content,
@@ -157,7 +156,7 @@ def _items(tasks: Iterable[Task], opened: list[_Run]) -> Iterator[_Item]:
 
 def _items_of(run: _Run, content: Content) -> Iterator[_Item]:
     aligned = align(run.count(content.extents()), run.construction.block_size, content.start, content.bound)
-    for extent in coalesce(aligned, run.part_size, MAX_ZERO_PART):
+    for extent in coalesce(aligned, content.part_size, MAX_ZERO_PART):
         if run.error is not None:
             return
         if extent.zero:
@@ -178,7 +177,7 @@ def _digest(worker: Worker, item: _Item) -> bytes:
         if run.error is not None:
             return b""  # nobody wants it any more
         pieces = run.content.load(part, worker)
-        if run.construction.block_size > run.buffer_size:
+        if run.construction.block_size > run.content.piece_size:
             return digest_of_block(pieces, run.construction, run.hash.zero_digest)
         return b"".join([block_digests(piece, run.construction, run.hash.zero_digest) for piece in pieces])
     finally:
@@ -191,8 +190,6 @@ class _Run:
     def __init__(self, task: Task) -> None:
         self.name = image_name(task.image)
         self.construction = task.construction
-        self.buffer_size = buffer_size(task.options, task.construction.block_size)
-        self.part_size = max(self.buffer_size, task.construction.block_size)
         self.content: Content | None = None
         self.size: int | None = None
         self.hash = BlkHash(task.construction)
@@ -208,7 +205,7 @@ class _Run:
         """Open the image. Raises an imgsum.Error, also when it is not as the task says."""
         if self._task.error is not None:
             raise self._task.error
-        content = self.content = open_content(self._task.image, self._task.options, self.part_size, self.buffer_size)
+        content = self.content = open_content(self._task.image, self._task.options, self.construction.block_size)
         if content.end is not None:
             self.size = content.end - content.start
             expected = self._task.size

@@ -21,7 +21,6 @@ from imgsum.engine.content import (
     Part,
     Progress,
     Stats,
-    buffer_size,
     count_buffers,
     image_name,
     open_content,
@@ -91,8 +90,6 @@ class Pair:
         if all(isinstance(image, (str, os.PathLike)) and is_stream(os.fspath(image)) for image in (first, second)):
             raise UsageError("both images are streams: only one of them can be")
         self.names = image_name(first), image_name(second)
-        self._part_size = min(buffer_size(options), buffer_size(second_options), _MAX_PART)
-        self._buffers = count_buffers(2 * self._part_size, options)
         self._done = self._bytes_read = self._requests = self._extents = 0
         self._started = time.monotonic()
         self._sides: list[Content] = []
@@ -100,10 +97,12 @@ class Pair:
         try:
             for image, name, opened_by in zip((first, second), self.names, (options, second_options), strict=True):
                 with naming(name):
-                    self._sides.append(open_content(image, opened_by, self._part_size, self._part_size))
+                    self._sides.append(open_content(image, opened_by))
         except BaseException:
             self.close()
             raise
+        self._part_size = min(_MAX_PART, *(side.part_size for side in self._sides))
+        self._buffers = count_buffers(2 * self._part_size, options)
 
     @property
     def formats(self) -> tuple[str, str]:

@@ -23,7 +23,7 @@ Image = str | os.PathLike[str] | Sequence[str]
 MAX_ZERO_PART = 4 * GIB
 """Bytes of the longest run of zeros in one item: 1 ms of the outer hash. Data behind a hole is fed meanwhile."""
 
-_MAX_IN_FLIGHT = 32 * MIB
+_MAX_IN_FLIGHT = 16 * MIB
 """Bytes of all buffers, whatever --queue-size says. With the interpreter and a format's tables, that is 64 MiB."""
 
 
@@ -71,6 +71,10 @@ class Content(Protocol):
     """The offset after the last byte; None while a stream has not ended."""
     bound: int
     """Where extents() end: no content lies beyond this offset."""
+    piece_size: int
+    """Bytes of the largest piece that load() gives."""
+    part_size: int
+    """Bytes of the largest part: one piece, or a larger block."""
     note: str | None
     """What a user should know about a checksum of this content, or None."""
 
@@ -112,26 +116,19 @@ def image_name(image: Image) -> str:
     return command_name(image)
 
 
-def open_content(image: Image, options: OpenOptions, part_size: int, buffer_size: int) -> Content:
-    """Open IMAGE, and the range of it that OPTIONS ask for.
-
-    PART_SIZE: bytes of the largest part. BUFFER_SIZE: bytes of the pieces in which workers load it.
+def open_content(image: Image, options: OpenOptions, block_size: int = 1) -> Content:
+    """Open IMAGE, and the range of it that OPTIONS ask for, to be taken in blocks of BLOCK_SIZE bytes.
 
     Raises an imgsum.Error.
     """
     source = open_source(os.fspath(image) if isinstance(image, os.PathLike) else image, options)
     try:
         if isinstance(source, Stream):
-            return _Streamed(source, options, part_size)
-        return _Range(source, options, buffer_size)
+            return _Streamed(source, options, block_size)
+        return _Range(source, options, block_size)
     except BaseException:
         source.close()
         raise
-
-
-def buffer_size(options: OpenOptions, block_size: int = 0) -> int:
-    """Bytes of one worker's buffer: a request, or a block of up to 1 MiB. A larger block is hashed as it is read."""
-    return max(options.request_size, min(block_size, MIB))
 
 
 def count_workers(options: OpenOptions) -> int:
@@ -148,7 +145,7 @@ def count_buffers(size: int, options: OpenOptions) -> int:
 class _Range:
     """A range of a source, read by the workers. Satisfies Content."""
 
-    def __init__(self, source: Source, options: OpenOptions, buffer_size: int) -> None:
+    def __init__(self, source: Source, options: OpenOptions, block_size: int) -> None:
         self.format = source.format
         self.check_unchanged = source.check_unchanged
         self.details = source.facts
@@ -159,9 +156,10 @@ class _Range:
             length = max(0, self.bound - self.start)
             raise OpenError(f"has {source.size} bytes, so there is no range of {length} from {self.start}")
         self.note = _note_of_size(source) if self.bound - self.start == source.size else None
+        self.piece_size = max(options.request_size, min(block_size, MIB))  # a larger block is hashed as it is read
+        self.part_size = max(self.piece_size, block_size)
         self._source = source
         self._options = options
-        self._buffer_size = buffer_size
         self._readers: dict[int, Reader] = {}  # by the worker's index
 
     def extents(self) -> Iterator[Extent]:
@@ -175,12 +173,10 @@ class _Range:
         reader = self._readers.get(worker.index)
         if reader is None:
             reader = self._readers[worker.index] = self._source.reader()
-        request = self._options.request_size
         end = part.start + part.length
-        for start in range(part.start, end, self._buffer_size):
-            buffer = worker.buffer(self._buffer_size, which)[: end - start]
-            for at in range(0, len(buffer), request):
-                reader.read(start + at, buffer[at : at + request])
+        for start in range(part.start, end, self.piece_size):
+            buffer = worker.buffer(min(self.piece_size, part.length), which)[: end - start]
+            reader.read(start, buffer)
             yield buffer
 
     def requests(self, part: Part) -> int:
@@ -211,7 +207,7 @@ class _Streamed:
     The number of buffers bounds what is in flight.
     """
 
-    def __init__(self, stream: Stream, options: OpenOptions, part_size: int) -> None:
+    def __init__(self, stream: Stream, options: OpenOptions, block_size: int) -> None:
         self.format = stream.format
         self.check_unchanged = stream.check_unchanged
         self.details = stream.facts
@@ -223,13 +219,13 @@ class _Streamed:
         self.bound = MAX_SIZE if options.length is None else options.offset + options.length
         self._length_is_given = options.length is not None
         stream.wanted = self.bound if self._length_is_given else None
-        self._part_size = part_size
-        self._count = count_buffers(part_size, options)
+        self.part_size = self.piece_size = max(min(options.request_size, MIB), block_size)
+        self._count = count_buffers(self.part_size, options)
         self._buffers: SimpleQueue[memoryview] = SimpleQueue()
 
     def extents(self) -> Iterator[Extent]:
         for _ in range(self._count):
-            self._buffers.put(memoryview(page_aligned(self._part_size)))
+            self._buffers.put(memoryview(page_aligned(self.part_size)))
         self._skip(self.start)
         if self.bound > self.start:
             yield Extent(self.start, self.bound - self.start, False)

@@ -75,6 +75,8 @@ class Reader(Protocol):
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill all of BUFFER with the content at OFFSET, or raise an imgsum.Error with the offset.
 
+        It asks for at most the request size at a time.
+
         BUFFER is writable, begins on a page boundary, and is not empty. OFFSET..OFFSET+len(BUFFER) is inside the
         size, if that is known.
         """

@@ -50,6 +50,7 @@ class HostFile:
             self.size: int = os.lseek(self.fd, 0, os.SEEK_END)
             self._status = status
             self._force_share = options.force_share
+            self._request_size = options.request_size
             self._refuse_if_in_use()
             self.direct = options.direct and self._set_direct(True)
             self.direct_refused = options.direct and not self.direct
@@ -65,7 +66,7 @@ class HostFile:
         done, length = 0, len(buffer)
         while done < length:
             try:
-                count = self._read_some(offset + done, buffer[done:] if done else buffer)
+                count = self._read_some(offset + done, buffer[done : done + self._request_size])
             except OSError as error:
                 raise ReadError(os_error_reason(error), name=self.name, offset=offset + done) from error
             if count == 0:
