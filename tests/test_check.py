@@ -306,10 +306,7 @@ def test_sizes_and_formats_of_json_lines(imgsum: Imgsum, here: Path, tool: Calla
     subprocess.run([tool("qemu-img"), "convert", "-f", "raw", "-O", "qcow2", "good", "good.qcow2"], check=True)
     made = imgsum("checksum", "--json", "good").stdout
     shutil.move("good.qcow2", "good")
-    ended = imgsum("check", stdin=made)
-    assert ended.text == "good: FAILED\n"
-    assert "imgsum: good: the format is qcow2, and the sum is of raw\n" in ended.errors
-    assert ended.status == 1
+    assert imgsum("check", stdin=made) == (b"good: OK\n", b"", 0)
 
 
 def test_a_device_larger_than_its_image(
