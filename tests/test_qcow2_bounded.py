@@ -147,6 +147,21 @@ def test_work_out_of_proportion(bomb: str, tmp_path: Path, imgsum: Imgsum) -> No
     assert peak <= LIMIT
 
 
+@pytest.mark.parametrize("options", [[], ["--request-size=2m"]], ids=" ".join)
+@pytest.mark.parametrize("compression", ["zlib", "zstd"])
+def test_the_largest_clusters(compression: str, options: list[str], tmp_path: Path, imgsum: Imgsum) -> None:
+    """Decompressed by all workers at once, from many pieces; zstd with the largest window."""
+    content = (random.Random(1).randbytes(1400 * KIB) + b"text" * 256 * KIB)[: 2 * MIB]
+    parameters = {zstd.CompressionParameter.window_log: 23, zstd.CompressionParameter.content_size_flag: 0}
+    packer = zstd.ZstdCompressor(options=parameters)
+    stream = deflate(content) if compression == "zlib" else packer.compress(content) + packer.flush()
+    path = tmp_path / "image"
+    path.write_bytes(streams(21, stream, 32, None, ZSTD if compression == "zstd" else 0))
+    result, peak = imgsum.peak_memory("checksum", "-q", *options, path)
+    assert result.text.split()[0] == blkhash(content * 32)
+    assert peak <= LIMIT
+
+
 def test_equal_bitmaps_are_taken_together(tmp_path: Path) -> None:
     """They are zeros all the same, so nothing is out of proportion."""
     path = tmp_path / "image"

@@ -27,7 +27,11 @@ Decompress = Callable[[Stored, memoryview], None]
 """decompress(stored, cluster): fill all of CLUSTER. Raises FormatError, or EndsEarlyError, which is one."""
 
 _STEP = 256 * KIB
-"""The most output that is asked for at once, as it is a new object each time, and clusters can have 2 MiB."""
+"""The most output that is asked of zstd at once, as it is a new object each time, and clusters can have 2 MiB."""
+
+_INFLATE_STEP = 64 * KIB
+"""The most input and output of inflate at once. What it leaves of the input is a new object, too, and malloc keeps such
+blocks for each thread: with 256 KiB, 2 MiB clusters of random bytes take 64 MiB in all."""
 
 _WINDOW_LOG = 23
 """zstd windows of up to 8 MiB, which RFC 8878 wants decoders to support and encoders not to exceed."""
@@ -120,19 +124,20 @@ def _inflate_with(library: Any, stored: Iterable[memoryview], cluster: memoryvie
     stream = library.decompressobj(-15)  # QEMU writes with a window of 12 bits, but reads what needs more
     done, size = 0, len(cluster)
     for piece in stored:
-        rest: bytes | memoryview = piece
-        while True:
-            want = min(size - done, _STEP)
-            output = stream.decompress(rest, want)
-            cluster[done : done + len(output)] = output
-            done += len(output)
-            if done == size:
-                return
-            if stream.eof:
-                raise EndsEarlyError
-            if len(output) < want:
-                break  # it has eaten this piece
-            rest = stream.unconsumed_tail
+        for at in range(0, len(piece), _INFLATE_STEP):
+            rest: bytes | memoryview = piece[at : at + _INFLATE_STEP]
+            while True:
+                want = min(size - done, _INFLATE_STEP)
+                output = stream.decompress(rest, want)
+                cluster[done : done + len(output)] = output
+                done += len(output)
+                if done == size:
+                    return
+                if stream.eof:
+                    raise EndsEarlyError
+                if len(output) < want:
+                    break  # it has eaten this part
+                rest = stream.unconsumed_tail
     raise EndsEarlyError
 
 
