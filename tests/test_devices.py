@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 import reference
 from reference import KIB, MIB
 
-from imgsum import OpenOptions, checksum
-from imgsum.errors import ReadError
+from imgsum import OpenOptions, checksum, compare
+from imgsum.errors import OpenError, ReadError
 
 Loop = Callable[..., str]
 
@@ -78,3 +79,66 @@ def test_the_command_reads_devices(
     device = loop_device(image("1m:R"), 4096)
     expected = reference.blkhash(reference.content("1m:R"))
     assert imgsum("checksum", "-T", "none", device) == (f"{expected}  {device}\n".encode(), b"", 0)
+
+
+@pytest.fixture
+def empty_device(loop_device: Loop, tmp_path: Path) -> str:
+    """A block device of 0 bytes, as without a medium or when nothing is connected."""
+    file = tmp_path / "nothing"
+    file.touch()
+    return loop_device(file)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"format": "raw"}, {"format": "qcow2"}, {"format": "vmdk"}, {"direct": True}, {"extents": False}],
+)
+def test_a_device_of_no_bytes_is_an_error(options: dict[str, object], empty_device: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(empty_device)
+    (tmp_path / "empty").touch()
+    opened = OpenOptions(**options)  # type: ignore[arg-type]
+    for name in (empty_device, tmp_path / "link"):
+        with pytest.raises(OpenError, match="is a block device of 0 bytes"):
+            checksum(name, options=opened)
+        for pair in ((name, tmp_path / "empty"), (tmp_path / "empty", name)):
+            with pytest.raises(OpenError, match="is a block device of 0 bytes"):
+                compare(*pair, options=OpenOptions(direct=opened.direct))
+
+
+def test_a_stream_from_a_device_of_no_bytes(
+    empty_device: str, image: Callable[..., Path], loop_device: Loop, imgsum: Callable[..., object]
+) -> None:
+    with open(empty_device, "rb") as device:
+        stdout, stderr, status = imgsum("checksum", stdin=device.fileno())
+        assert (stdout, status) == (b"", 2)
+        assert b"imgsum: -: is a block device of 0 bytes" in stderr
+        with pytest.raises(OpenError, match="is a block device of 0 bytes"):
+            checksum(f"/dev/fd/{device.fileno()}")
+    with open(loop_device(image("1m:R")), "rb") as device:
+        device.seek(4096)
+        assert checksum(f"/dev/fd/{device.fileno()}").size == MIB - 4096
+
+
+@pytest.mark.parametrize(("part", "reader"), [("backing", "native"), ("backing", "qemu"), ("data", "native")])
+def test_a_part_of_an_image_that_is_a_device_of_no_bytes(
+    part: str,
+    reader: str,
+    empty_device: str,
+    tmp_path: Path,
+    tool: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where QEMU, and so imgsum, looks for a data file
+    path = tmp_path / "image.qcow2"
+    if part == "backing":
+        arguments = ["-b", "nothing", "-F", "raw"]
+        (tmp_path / "nothing").touch(exist_ok=True)
+    else:
+        arguments = ["-o", "data_file=data"]
+    command = [tool("qemu-img"), "create", "-q", "-f", "qcow2", *arguments, "image.qcow2", "1M"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    name = tmp_path / {"backing": "nothing", "data": "data"}[part]
+    name.unlink()
+    name.symlink_to(empty_device)
+    with pytest.raises(OpenError, match="is a block device of 0 bytes"):
+        checksum(path, options=OpenOptions(reader=reader))

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from imgsum.errors import ChangedError, Error, OpenError, ReadError, os_error_reason
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
-from imgsum.source.witness import refuse_if_in_use, was_modified
+from imgsum.source.locks import refuse_if_in_use
 from imgsum.units import KIB
 
 DIRECT_ALIGN = 4096
@@ -48,6 +48,8 @@ class HostFile:
             """The same for two names of one file."""
             # A block device has st_size 0; seeking to the end gives the size of both.
             self.size: int = os.lseek(self.fd, 0, os.SEEK_END)
+            if self.is_block_device:
+                refuse_empty_device(self.size, name)
             self._status = status
             self._force_share = options.force_share
             self._request_size = options.request_size
@@ -91,8 +93,8 @@ class HostFile:
             raise ReadError(os_error_reason(error), name=self.name) from error
         if size != self.size:
             raise ChangedError(f"the file changed from {self.size} to {size} bytes while it was read", name=self.name)
-        if not self.is_block_device and was_modified(self._status, status, self.path):
-            raise ChangedError("the file was modified while it was read", name=self.name)
+        if not self.is_block_device:
+            refuse_if_modified(self._status, status, self.name)
         if more:  # of size 0 in some virtual file systems, or grown behind the back of a network's
             raise ChangedError(f"the file has more content than its size says, {size} bytes", name=self.name)
         self._refuse_if_in_use()
@@ -262,6 +264,26 @@ class RawReader:
 
     def close(self) -> None:
         """See Reader."""
+
+
+def refuse_empty_device(size: int, name: str) -> None:
+    """Raise OpenError for a block device of SIZE 0: nothing is in it, so a checksum would be of nothing."""
+    if size == 0:
+        raise OpenError("is a block device of 0 bytes: it has no medium, or is not connected", name=name)
+
+
+def refuse_if_modified(before: os.stat_result, now: os.stat_result, name: str) -> None:
+    """Raise ChangedError if a regular file may have been written to between two looks at it.
+
+    Whoever writes and then puts the old mtime back (cp -p, rsync -t --inplace) still moves ctime, which nobody can put
+    back. ctime also changes on chmod, chown, link, rename and unlink; these can't be told from a write that they hide.
+    """
+    if now.st_mtime_ns != before.st_mtime_ns:
+        raise ChangedError("the file was modified while it was read", name=name)
+    if now.st_ctime_ns != before.st_ctime_ns:
+        raise ChangedError(
+            "the file's times or attributes changed while it was read, so it may have been modified", name=name
+        )
 
 
 def cache_fact(file: HostFile) -> dict[str, object]:

@@ -8,9 +8,10 @@ import re
 import select
 import stat
 
-from imgsum.errors import ChangedError, OpenError, ReadError, RefusedError, os_error_reason
+from imgsum.errors import OpenError, ReadError, RefusedError, os_error_reason
 from imgsum.source import OpenOptions, probe
-from imgsum.source.witness import refuse_if_in_use, was_modified
+from imgsum.source.file import refuse_empty_device, refuse_if_modified
+from imgsum.source.locks import refuse_if_in_use
 
 _LOOK_UP_EVERY = 300  # milliseconds after which a wait looks whether a signal came
 
@@ -63,6 +64,11 @@ class Stream:
         self._force_share = options.force_share
         self._status = status if stat.S_ISREG(status.st_mode) else None
         try:
+            if stat.S_ISBLK(status.st_mode):
+                position = os.lseek(self.fd, 0, os.SEEK_CUR)
+                size = os.lseek(self.fd, 0, os.SEEK_END)
+                os.lseek(self.fd, position, os.SEEK_SET)
+                refuse_empty_device(size, name)
             self._refuse_if_in_use()
         except BaseException:
             os.close(self.fd)
@@ -121,8 +127,8 @@ class Stream:
 
     def check_unchanged(self) -> None:
         """As a Source's, if this is a file after all."""
-        if self._status is not None and was_modified(self._status, os.fstat(self.fd), None):
-            raise ChangedError("the file was modified while it was read", name=self.name)
+        if self._status is not None:
+            refuse_if_modified(self._status, os.fstat(self.fd), self.name)
         self._refuse_if_in_use()
 
     def _refuse_if_in_use(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether somebody else writes to a file: what its times say, and the locks of a running QEMU."""
+"""The byte-range locks by which a running QEMU says how it uses an image."""
 
 from __future__ import annotations
 
@@ -12,26 +12,6 @@ from imgsum.errors import RefusedError
 # while somebody does not let others use it. Permissions: 0 consistent read, 1 write, 3 resize.
 _LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED = 101, 103, 200
 _FLOCK = struct.Struct("hhqqi4x")
-
-
-def was_modified(before: os.stat_result, now: os.stat_result, path: str | None) -> bool:
-    """Whether the content of a file may have been written to between two looks at it; PATH is its name.
-
-    Who writes and then puts the old mtime back (cp -p, rsync -t --inplace) still moves the ctime. That is also moved by
-    what does no harm: a change of owner, mode or links, which can be seen, and a new name, after which PATH is another
-    file or none.
-    """
-    if now.st_mtime_ns != before.st_mtime_ns:
-        return True
-    if now.st_ctime_ns == before.st_ctime_ns:
-        return False
-    harmless = ("st_nlink", "st_mode", "st_uid", "st_gid")
-    if any(getattr(now, what) != getattr(before, what) for what in harmless):
-        return False
-    try:
-        return path is None or os.path.samestat(os.stat(path), now)
-    except OSError:
-        return False
 
 
 def refuse_if_in_use(fd: int, name: str) -> None:
