@@ -54,7 +54,9 @@ class FakeNbd:
     """A server of CONTENT at a Unix socket in DIRECTORY. Use as a context manager.
 
     on_read(client, cookie, offset, length) and on_status(client, cookie, offset, length) answer, or not; without
-    them it answers correctly, and says of everything that it is data. `requests` is what it was asked, in order.
+    them it answers correctly, and says of everything that it is data. on_option(connection, option) answers an option
+    of the handshake and returns True, or False for the right answer; option 0 is the greeting.
+    `requests` is what it was asked, in order.
     """
 
     def __init__(
@@ -67,9 +69,13 @@ class FakeNbd:
         block_sizes: tuple[int, int, int] | None = None,
         multi_conn: bool = True,
         size: int | None = None,
+        on_option: Callable[[socket.socket, int], bool] | None = None,
+        tcp: bool = False,
     ) -> None:
         self.path = directory / "fake.sock"
         self.uri = f"nbd+unix:///?socket={self.path}"
+        self._on_option = on_option
+        self._tcp = tcp
         self.requests: list[tuple[int, int, int]] = []
         self.connections = 0
         self._content = content
@@ -78,7 +84,7 @@ class FakeNbd:
         self._on_status = on_status or self.answer_status
         self._block_sizes = block_sizes
         self._flags = 1 | (1 << 8 if multi_conn else 0)
-        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener = socket.socket(socket.AF_INET if tcp else socket.AF_UNIX)
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
@@ -99,7 +105,11 @@ class FakeNbd:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
-        self._listener.bind(str(self.path))
+        if self._tcp:
+            self._listener.bind(("127.0.0.1", 0))
+            self.uri = f"nbd://127.0.0.1:{self._listener.getsockname()[1]}/"
+        else:
+            self._listener.bind(str(self.path))
         self._listener.listen(16)
         self._start(self._accept)
         return self
@@ -135,11 +145,15 @@ class FakeNbd:
             connection.shutdown(socket.SHUT_RDWR)
 
     def _negotiate(self, connection: socket.socket) -> bool:
+        if self._on_option is not None and self._on_option(connection, 0):
+            return False
         connection.sendall(b"NBDMAGIC" + struct.pack(">QH", OPTION_MAGIC, 3))
         receive(connection, 4)
         while True:
             _, option, length = struct.unpack(">QII", receive(connection, 16))
             data = receive(connection, length)
+            if self._on_option is not None and self._on_option(connection, option):
+                continue
 
             def reply(kind: int, payload: bytes = b"", option: int = option) -> None:
                 connection.sendall(struct.pack(">QIII", OPTION_REPLY, option, kind, len(payload)) + payload)

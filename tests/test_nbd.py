@@ -325,6 +325,29 @@ def test_the_right_scheme_is_told(imgsum: Imgsum, name: str, hint: str) -> None:
     assert result.errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("http://host/disk.img", "[ nbdkit -r curl http://host/disk.img ]"),
+        ("HTTPS://host/disk.img", "[ nbdkit -r curl HTTPS://host/disk.img ]"),
+        ("ssh://me@host/var/disk.img", "[ nbdkit -r ssh host=host user=me /var/disk.img ]"),
+        ("s3://bucket/disk.img", "download it"),
+        ("gs://bucket/disk.img", "download it"),
+        ("az://container/disk.img", "download it"),
+        ("rbd:pool/image", "qemu-nbd"),
+        ("iscsi://host/target/0", "qemu-nbd"),
+        ("json:{}", "qemu-nbd"),
+        ("file:///disk.img", "without file://"),
+    ],
+)
+def test_what_to_do_about_other_uris(imgsum: Imgsum, name: str, hint: str) -> None:
+    result = imgsum("checksum", name)
+    assert (result.status, result.text) == (2, "")
+    assert result.errors.startswith(f"imgsum: {name}: ")
+    assert hint in result.errors.removeprefix(f"imgsum: {name}: ")
+    assert result.errors.count("\n") == 1
+
+
 def test_a_file_with_a_name_like_a_uri(imgsum: Imgsum, tmp_path: Path) -> None:
     for name in ("nbd:unix:x", "nbd+x", "json:{}"):
         (tmp_path / name).write_bytes(reference.content("1000:A"))
@@ -441,7 +464,29 @@ def test_without_tls_to_a_server_that_requires_it(servers: Servers, tmp_path: Pa
 
 def test_libnbd_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nbd", None)
-    with pytest.raises(MissingError, match=r"not installed: install python3-libnbd .*--system-site-packages"):
+    with pytest.raises(MissingError, match="not installed: the Python that runs imgsum is ") as error:
+        export("nbd://localhost/")
+    assert sys.executable in error.value.reason
+    for command in ("apt install python3-libnbd", "pipx install", "uv venv", "--system-site-packages"):
+        assert command in error.value.reason
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "libnbd.so.0: failed to map segment from shared object",
+        "libnbd.so.0: cannot allocate memory in static TLS block",
+    ],
+)
+def test_memory_is_short(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    class Short:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "nbd":
+                raise ImportError(reason)
+
+    monkeypatch.delitem(sys.modules, "nbd", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Short(), *sys.meta_path])
+    with pytest.raises(OpenError, match="memory is short"):
         export("nbd://localhost/")
 
 

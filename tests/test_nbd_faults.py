@@ -444,11 +444,12 @@ def connected(pid: int) -> bool:
 @pytest.mark.parametrize("size", [1 << 63, (1 << 64) - 1])
 def test_a_size_that_is_too_large(short_path: Path, imgsum: Imgsum, size: int) -> None:
     with FakeNbd(short_path, b"", size=size) as server:
-        with pytest.raises(FormatError, match=f"the NBD server's size makes no sense: {size} bytes"):
+        with pytest.raises(FormatError, match=f"its export has {size} bytes"):
             export(server.uri)
         result = imgsum("checksum", server.uri)
         assert (result.status, result.text) == (2, "")
-        assert result.errors == f"imgsum: {server.uri}: the NBD server's size makes no sense: {size} bytes\n"
+        assert result.errors.startswith(f"imgsum: {server.uri}: the NBD server says that its export has {size} bytes,")
+        assert result.errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("scheme", ["nbd", "nbds"])
@@ -478,3 +479,149 @@ def test_no_descriptor_is_left(servers: Servers) -> None:
         with pytest.raises(OpenError, match="too many open files"):
             export(uri)
     assert export(uri) == reference.blkhash(bytes(MIB))
+
+
+# --- floods ---------------------------------------------------------------------------------------------------------
+
+
+def option_reply(option: int, kind: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">QIII", fakenbd.OPTION_REPLY, option, kind, len(payload)) + payload
+
+
+def flood(connection: socket.socket, message: bytes) -> None:
+    """Send MESSAGE for ever."""
+    many = message * max(1, 256 * KIB // len(message))
+    while True:
+        connection.sendall(many)
+
+
+def drip(connection: socket.socket, message: bytes) -> None:
+    """Send MESSAGE, which is never complete, a byte at a time."""
+    for byte in message:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.02)
+
+
+INFORMATION = struct.pack(">HQH", 0, MIB, 0x101)
+HANDSHAKE_FLOODS: dict[str, tuple[int, int, Callable[[socket.socket, bytes], None], bytes]] = {
+    # the option that is answered, and with what
+    "information": (7, 3, flood, INFORMATION),
+    "unknown information": (7, 3, flood, struct.pack(">H", 999) + bytes(2000)),
+    "names": (7, 3, flood, struct.pack(">H", 1) + b"x" * 4000),
+    "descriptions": (7, 3, flood, struct.pack(">H", 2) + b"x" * 4000),
+    "contexts": (10, 4, flood, struct.pack(">I", 1) + b"base:allocation"),
+    "long contexts": (10, 4, flood, struct.pack(">I", 1) + b"x" * 4000),
+    "error text": (7, 0x80000006, drip, b"x" * 4000),
+    "drip": (7, 3, drip, b"x" * 4000),
+    "unknown replies": (7, 77, flood, b"x"),
+}
+
+
+@pytest.fixture(params=HANDSHAKE_FLOODS)
+def handshake(request: pytest.FixtureRequest) -> Callable[[socket.socket, int], bool]:
+    flooded, kind, send, payload = HANDSHAKE_FLOODS[request.param]
+
+    def answer(connection: socket.socket, option: int) -> bool:
+        if option != flooded:
+            return False
+        send(connection, option_reply(option, kind, payload))
+        return True
+
+    return answer
+
+
+def test_a_flood_in_the_handshake(
+    short_path: Path, imgsum: Imgsum, handshake: Callable[[socket.socket, int], bool]
+) -> None:
+    with FakeNbd(short_path, CONTENT, on_option=handshake) as server:
+        result, peak = imgsum.peak_memory("checksum", "--connect-timeout", "0.6", server.uri)
+    assert (result.status, result.text) == (2, "")
+    assert result.errors.startswith(f"imgsum: {server.uri}: ")
+    assert peak < 64 * MIB
+
+
+def test_a_signal_in_a_handshake_that_drips(short_path: Path, imgsum: Imgsum) -> None:
+    begun = threading.Event()
+
+    def greet(connection: socket.socket, option: int) -> bool:
+        begun.set()
+        drip(connection, b"NBDMAGIC" + bytes(4000))
+        return True
+
+    with FakeNbd(short_path, CONTENT, on_option=greet) as server:
+        running = imgsum.start("checksum", server.uri)
+        assert begun.wait(HANG)
+        running.signal(signal.SIGINT)
+        assert running.finish().status == -signal.SIGINT
+
+
+def test_a_server_that_can_not_read(short_path: Path) -> None:
+    def refuse(client: Client, cookie: int, offset: int, length: int) -> None:
+        client.error(cookie, 95)
+
+    with (
+        FakeNbd(short_path, CONTENT, on_read=refuse) as server,
+        pytest.raises(ReadError, match="says that it can't read"),
+    ):
+        export(server.uri)
+
+
+def endless_bytes(client: Client, cookie: int, offset: int, length: int) -> None:
+    payload = struct.pack(">Q", offset) + b"x"
+    flood(client.connection, struct.pack(">IHHQI", fakenbd.STRUCTURED_REPLY, 0, 1, cookie, 9) + payload)
+
+
+def endless_errors(client: Client, cookie: int, offset: int, length: int) -> None:
+    payload = struct.pack(">IH", 5, 1000) + b"x" * 1000
+    flood(client.connection, struct.pack(">IHHQI", fakenbd.STRUCTURED_REPLY, 0, 0x8001, cookie, len(payload)) + payload)
+
+
+def endless_extents(client: Client, cookie: int, offset: int, length: int) -> None:
+    payload = struct.pack(">III", 1, 512, 0)
+    flood(client.connection, struct.pack(">IHHQI", fakenbd.STRUCTURED_REPLY, 0, 5, cookie, len(payload)) + payload)
+
+
+def slow_data(client: Client, cookie: int, offset: int, length: int) -> None:
+    drip(client.connection, struct.pack(">IHHQIQ", fakenbd.STRUCTURED_REPLY, 1, 1, cookie, 8 + length, offset))
+    drip(client.connection, bytes(4000))
+
+
+def huge_extents(client: Client, cookie: int, offset: int, length: int) -> None:
+    client.chunk(cookie, fakenbd.STATUS, struct.pack(">I", 1) + struct.pack(">II", 512, 0) * (24 * MIB // 8))
+
+
+@pytest.mark.parametrize(("multi_conn", "tcp"), [(True, True), (False, False)])
+@pytest.mark.parametrize("answer", [endless_bytes, endless_errors, slow_data])
+def test_a_flood_of_replies_to_a_read(
+    short_path: Path, imgsum: Imgsum, answer: Answer, multi_conn: bool, tcp: bool
+) -> None:
+    with FakeNbd(short_path, CONTENT, on_read=answer, multi_conn=multi_conn, tcp=tcp) as server:
+        result, peak = imgsum.peak_memory("checksum", "--io-timeout", "0.6", server.uri)
+    assert (result.status, result.text) == (2, "")
+    assert peak < 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("answer", "tcp"),
+    [(endless_extents, True), (endless_extents, False), (huge_extents, True), (slow_data, True), (slow_data, False)],
+)
+def test_a_flood_of_replies_about_extents(short_path: Path, imgsum: Imgsum, answer: Answer, tcp: bool) -> None:
+    with FakeNbd(short_path, CONTENT, on_status=answer, tcp=tcp) as server:
+        result, peak = imgsum.peak_memory("checksum", "--io-timeout", "0.6", server.uri)
+    assert (result.status, result.text) == (2, "")
+    assert peak < 64 * MIB
+
+
+@pytest.mark.parametrize("answer", [endless_errors, slow_data])
+def test_a_signal_during_a_flood(short_path: Path, imgsum: Imgsum, answer: Answer) -> None:
+    begun = threading.Event()
+
+    def answer_and_say(client: Client, cookie: int, offset: int, length: int) -> None:
+        begun.set()
+        answer(client, cookie, offset, length)
+
+    with FakeNbd(short_path, CONTENT, on_status=answer_and_say) as server:
+        running = imgsum.start("checksum", server.uri)
+        assert begun.wait(HANG)
+        running.signal(signal.SIGINT)
+        assert running.finish().status == -signal.SIGINT

@@ -161,6 +161,9 @@ def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
         from imgsum.source.nbd import not_a_uri
 
         raise OpenError(not_a_uri(image))
+    advice = _remote_advice(image)
+    if advice is not None and not os.path.lexists(image):
+        raise OpenError(advice)
     if is_stream(image):
         from imgsum.source.stream import Stream
 
@@ -168,6 +171,27 @@ def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
             raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
         return Stream(image, options)
     return _open_file(image, options)
+
+
+def _remote_advice(image: str) -> str | None:
+    """What to do when IMAGE is written like a URL, or as QEMU writes what is not a file; None for other names."""
+    scheme, colon, rest = image.partition(":")
+    scheme = scheme.lower()
+    local = "imgsum reads local files, block devices and NBD exports, and this is none"
+    if scheme == "file" and rest.startswith("//"):
+        return "no such file: write the path without file://"
+    if scheme in ("http", "https", "ftp", "ftps") and rest.startswith("//"):
+        return f"{local}: serve the URL with nbdkit: imgsum checksum [ nbdkit -r curl {image} ]; or download it"
+    if scheme in ("ssh", "sftp", "scp") and rest.startswith("//"):
+        host, _, path = rest[2:].partition("/")
+        user, _, host = host.rpartition("@")
+        login = f"user={user} " if user else ""
+        return f"{local}: imgsum checksum [ nbdkit -r ssh host={host} {login}/{path} ]; or run imgsum on that host"
+    if scheme in ("rbd", "iscsi", "nfs", "gluster", "gluster+tcp", "sheepdog", "json") and colon:
+        return f"{local}: serve it with QEMU: qemu-nbd -r -t -k SOCKET NAME, and read nbd+unix:///?socket=SOCKET"
+    if rest.startswith("//") and scheme.replace("+", "").replace("-", "").isalnum():
+        return f"{local}: download it first, or mount it"
+    return None
 
 
 def is_nbd_uri(image: str) -> bool:

@@ -12,6 +12,8 @@ import contextlib
 import math
 import os
 import select
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +21,23 @@ from typing import Any
 
 from imgsum.errors import FormatError, OpenError, ReadError, os_error_reason
 from imgsum.source import libnbd
+from imgsum.units import MIB
 
 ALLOCATION = "base:allocation"
 _READ, _WRITE = 1, 2  # LIBNBD_AIO_DIRECTION_*
 _READ_ERROR = 3  # LIBNBD_READ_ERROR, a chunk's status
+
+_FLOOD = "the NBD server sends more than was asked for"
+_MAX_HANDSHAKE_SECONDS = 0.25
+"""CPU time of a handshake. An honest one takes a few ms; libnbd would read a flood of replies for ever."""
+_MAX_HANDSHAKE_BYTES = MIB
+_MAX_SURPLUS = 12 * MIB
+"""Bytes that replies may have beside the data that was asked for. nbdkit's largest extents reply has 8 MiB."""
+_MAX_STATUS_CHUNKS = 64
+_MIN_CHUNK = 512
+"""Bytes of a read per chunk, on average, below which the reply is a flood."""
+CHECK_EVERY = 0.005
+_TCP_BYTES_RECEIVED = 128  # the offset of tcpi_bytes_received, 64 bits, in struct tcp_info
 
 
 class _Request:
@@ -69,6 +84,11 @@ class Connection:
         self._shared = False
         self._polled = 0  # the directions that poll(2) waits for
         self._ready = False
+        self._socket: socket.socket | None = None
+        """A duplicate of libnbd's socket, which can be shut down while libnbd reads a flood from it."""
+        self._cut_reason: str | None = None
+        self._expected = _MAX_HANDSHAKE_BYTES
+        """Bytes that the server may have sent."""
         self._failure: str | None = None
         """Why nothing works any more, once that is so."""
         self._poll = select.poll()
@@ -78,13 +98,83 @@ class Connection:
     def connect(self, timeout: float) -> None:
         """Connect and negotiate within TIMEOUT seconds, or raise OpenError."""
         deadline = time.monotonic() + timeout
+        failure: list[BaseException] = []
+        done = threading.Event()
+
+        clocks: list[int] = []
+
+        def negotiate() -> None:
+            try:
+                clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+                self._negotiate(deadline, timeout)
+            except BaseException as error:
+                failure.append(error)
+            done.set()
+
+        # In a thread of its own: no signal interrupts the look-up of a host name, nor libnbd while it reads a flood.
+        threading.Thread(target=negotiate, name="nbd-connect", daemon=True).start()
         try:
-            self._begin(deadline, timeout)
-            self._ready = self.handle.aio_is_ready()  # libnbd went on as long as it need not wait: perhaps to the end
-            while not self._ready:
-                self._move(deadline, f"the NBD server was not ready within {timeout:g} seconds")
-        except self._nbd_error as error:
-            raise OpenError(libnbd.words(error)) from libnbd.cause(error)
+            while not done.wait(CHECK_EVERY):
+                self.check_flood()
+                # The grace lets the thread's own message, which says more, come first.
+                if time.monotonic() > deadline + 0.1:
+                    self._cut(_not_ready(timeout))
+                    if self._socket is None:
+                        raise OpenError(f"the NBD server's address was not found within {timeout:g} seconds")
+                    raise OpenError(_not_ready(timeout))
+                with contextlib.suppress(OSError):  # the thread has just ended
+                    if clocks and time.clock_gettime(clocks[0]) > _MAX_HANDSHAKE_SECONDS:
+                        self._cut(_FLOOD)
+        except BaseException:
+            self._cut(_not_ready(timeout))
+            raise
+        if failure:
+            if self._cut_reason is not None:
+                raise OpenError(self._cut_reason) from None
+            if isinstance(failure[0], self._nbd_error):
+                raise OpenError(libnbd.words(failure[0])) from libnbd.cause(failure[0])
+            raise failure[0]
+        self._expected += _MAX_SURPLUS
+
+    def _negotiate(self, deadline: float, timeout: float) -> None:
+        self._start(self.handle)
+        self._ready = self.handle.aio_is_ready()  # libnbd went on as long as it need not wait: perhaps to the end
+        if self._ready:
+            self._keep_socket(self.handle.aio_get_fd())
+        while not self._ready:
+            self._move(deadline, _not_ready(timeout))
+
+    def check_flood(self) -> None:
+        """Shut the connection down if the server floods it, or answers late. Never waits; called every few ms."""
+        reason = None
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # closed meanwhile, or not connected yet
+            if self._socket is not None and self._socket.family in (socket.AF_INET, socket.AF_INET6):
+                info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BYTES_RECEIVED + 8)
+                received = int.from_bytes(info[_TCP_BYTES_RECEIVED:], sys.byteorder)
+                if len(info) == _TCP_BYTES_RECEIVED + 8 and received > self._expected:
+                    reason = _FLOOD
+        if self._io_timeout is not None:
+            # libnbd may be reading, and _move() not looking at the time. A copy: others change it meanwhile.
+            deadlines = [r.deadline for r in list(self._requests.values()) if r.deadline is not None]
+            if deadlines and time.monotonic() > min(deadlines) + 0.1:
+                reason = f"the NBD server did not answer within {self._io_timeout:g} seconds"
+        if reason is not None:
+            self._cut(reason)
+
+    def _cut(self, reason: str) -> None:
+        """Shut the socket down, so that libnbd stops reading. Takes no lock: libnbd may be reading with it held."""
+        if self._cut_reason is None:
+            self._cut_reason = reason
+        with contextlib.suppress(OSError, AttributeError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+
+    def _keep_socket(self, fd: int) -> None:
+        """Have a duplicate of FD, libnbd's socket of the moment: while addresses are tried, it is another each time."""
+        old, self._socket = self._socket, socket.socket(fileno=os.dup(fd))
+        if old is not None:
+            old.close()
+        if self._cut_reason is not None:
+            self._cut(self._cut_reason)
 
     def size(self) -> int:
         """Bytes of the export. Raises FormatError: the protocol has 64 bits for it, a file's offset has 63."""
@@ -93,26 +183,11 @@ class Connection:
         except self._nbd_error:  # -1 in libnbd's signed number
             size = -1
         if size < 0:
-            raise FormatError(f"the NBD server's size makes no sense: {size % (1 << 64)} bytes")
+            raise FormatError(
+                f"the NBD server says that its export has {size % (1 << 64)} bytes,"
+                " and no image can have more than 2^63-1"
+            )
         return size
-
-    def _begin(self, deadline: float, timeout: float) -> None:
-        """Call START in a thread of its own: it may look up a host name, which no signal interrupts."""
-        failure: list[Exception] = []
-        begun = threading.Event()
-
-        def begin(handle: Any) -> None:
-            try:
-                self._start(handle)
-            except Exception as error:
-                failure.append(error)
-            begun.set()
-
-        threading.Thread(target=begin, args=(self.handle,), name="nbd-connect", daemon=True).start()
-        if not begun.wait(max(0.0, deadline - time.monotonic())):
-            raise OpenError(f"the NBD server's address was not found within {timeout:g} seconds")
-        if failure:
-            raise failure[0]
 
     def share(self) -> None:
         """From now on, several threads may have requests in flight. To be called once, when none are."""
@@ -136,15 +211,23 @@ class Connection:
         """Fill BUFFER with the export's bytes from OFFSET, in one request. Raises ReadError with the offset."""
         seen: list[tuple[int, int]] = []
         failed_at: list[int] = []
+        most_chunks = 64 + len(buffer) // _MIN_CHUNK
+        count = 0
 
         def chunk(data: memoryview, at: int, status: int, _error: object) -> int:
-            if status == _READ_ERROR:
+            nonlocal count
+            count += 1
+            if count > most_chunks:
+                self._cut(_FLOOD)
+            elif status == _READ_ERROR:
                 failed_at.append(at)
             else:
                 seen.append((at, len(data)))
             return 0
 
         target = self._from_buffer(buffer)
+        with self._lock:
+            self._expected += 2 * len(buffer) + 64  # with the headers of its chunks
         try:
             self._perform(lambda: self.handle.aio_pread_structured(target, offset, chunk), target)
         except self._nbd_error as error:
@@ -167,9 +250,14 @@ class Connection:
         connection is broken.
         """
         answers: list[list[int]] = []
+        count = 0
 
         def extents(context: str, at: int, entries: list[int], _error: object) -> int:
-            if context == ALLOCATION and at == offset:
+            nonlocal count
+            count += 1
+            if count > _MAX_STATUS_CHUNKS:
+                self._cut(_FLOOD)
+            elif context == ALLOCATION and at == offset and not answers:
                 answers.append(entries)
             return 0
 
@@ -183,17 +271,25 @@ class Connection:
 
     def close(self) -> None:
         """Disconnect. Requests in flight fail at once, in their threads. Closing twice is harmless."""
-        with self._lock:
+        if not self._lock.acquire(timeout=0.2):  # libnbd reads with the lock held, and a flood has no end
+            self._cut("the NBD connection was closed")
+            self._lock.acquire()
+        try:
             if self._ready and self._failure is None and not self._requests:
                 with contextlib.suppress(self._nbd_error):
                     self.handle.aio_disconnect(0)
             self._fail("the NBD connection was closed")
             self.handle = None
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
             if self._polling:
                 os.eventfd_write(self._wake, 1)
             elif self._wake >= 0:
                 os.close(self._wake)
                 self._wake = -1
+        finally:
+            self._lock.release()
 
     def _perform(self, issue: Callable[[], int], hold: object) -> None:
         """ISSUE a command and wait until it is done. Raises nbd.Error if it failed, OpenError without a connection."""
@@ -226,6 +322,8 @@ class Connection:
             if self._failure is not None:
                 raise OpenError(self._failure)
             fd, direction = self.handle.aio_get_fd(), self.handle.aio_get_direction()
+            if not self._ready:
+                self._keep_socket(fd)
             self._polled = direction
             if deadline is None and self._io_timeout is not None:
                 deadline = min((r.deadline for r in self._requests.values() if r.deadline is not None), default=None)
@@ -263,8 +361,9 @@ class Connection:
             elif direction & _WRITE:
                 self.handle.aio_notify_write()
         except self._nbd_error as error:
-            self._fail(libnbd.words(error))
-            raise OpenError(libnbd.words(error)) from libnbd.cause(error)
+            reason = self._cut_reason or libnbd.words(error)
+            self._fail(reason)
+            raise OpenError(reason) from libnbd.cause(error)
         self._check_alive("the NBD server closed the connection")
         if not self._ready:
             self._ready = self.handle.aio_is_ready()
@@ -283,6 +382,7 @@ class Connection:
     def _check_alive(self, reason: str) -> None:
         """Fail for REASON if libnbd has given the connection up."""
         if self.handle.aio_is_dead() or self.handle.aio_is_closed():
+            reason = self._cut_reason or reason
             self._fail(reason)
             os.eventfd_write(self._wake, 1)
             raise OpenError(reason)
@@ -291,8 +391,12 @@ class Connection:
         """From now on everything fails for REASON, and so do the requests in flight. Called with the lock held."""
         if self._failure is not None:
             return
-        self._failure = reason
+        self._failure = reason = self._cut_reason or reason
         for request in self._requests.values():
             request.error = OpenError(reason)
             request.ready.release()
         self._requests.clear()
+
+
+def _not_ready(timeout: float) -> str:
+    return f"the NBD server was not ready within {timeout:g} seconds"

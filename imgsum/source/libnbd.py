@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from imgsum.errors import MissingError, OpenError
 
 _INSTALL = (
-    "install python3-libnbd (the package's name on Debian and Fedora); an imgsum from PyPI sees it when it was"
-    " installed with: pipx install --system-site-packages imgsum"
+    f"the Python that runs imgsum is {sys.executable}. Install libnbd's binding with `apt install python3-libnbd` (on"
+    " Fedora `dnf install python3-libnbd`), and imgsum so that it sees the system's packages: `pipx install --python"
+    " /usr/bin/python3 --system-site-packages imgsum`, or `uv venv --python /usr/bin/python3 --system-site-packages &&"
+    " uv pip install imgsum`"
 )
 
 # "nbd_connect_uri: connect: No such file or directory": which C function it was helps nobody.
 _FUNCTION = re.compile(r"^(?:nbd_\w+: )+")
 
 # What the dynamic linker says when it has no memory: "libnbd.so.0: failed to map segment from shared object".
-_NO_MEMORY = re.compile(r"failed to map segment|cannot allocate memory|cannot create .* (?:map|memory)", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"failed to map segment|cannot allocate|out of memory|cannot create .* (?:map|memory)", re.IGNORECASE
+)
 
 
 def load() -> Any:
@@ -41,7 +46,7 @@ def load() -> Any:
             raise MissingError(f"NBD needs libnbd 1.14 or newer, and this one is older ({where})")
         raise MissingError(
             f"NBD needs libnbd's Python module, and the `nbd` that Python finds ({where}) is another package:"
-            f" uninstall that one (pip uninstall nbd), and {_INSTALL}"
+            f" uninstall that one (pip uninstall nbd); {_INSTALL}"
         )
     return nbd
 
@@ -49,6 +54,8 @@ def load() -> Any:
 def words(error: Exception) -> str:
     """What libnbd, or the server through it, says in ERROR: lower case, without the name of the C function."""
     text = _FUNCTION.sub("", str(error.args[0]) if error.args else str(error))
+    if text.startswith("read: command failed: Operation not supported"):
+        return "the NBD server says that it can't read this export"
     return text[:1].lower() + text[1:] if text[1:2].islower() else text
 
 

@@ -6,13 +6,13 @@ The protocol: doc/proto.md of https://github.com/NetworkBlockDevice/nbd. libnbd 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 from imgsum.errors import ChangedError, FormatError, OpenError, UsageError
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
-from imgsum.source.connection import ALLOCATION, Connection
+from imgsum.source.connection import ALLOCATION, CHECK_EVERY, Connection
 from imgsum.units import GIB, KIB, MIB
 
 MOST_CONNECTIONS = 8
@@ -90,6 +90,7 @@ class NbdSource:
         """Guards what follows."""
         self._connections: list[Connection] = []
         self._closed = False
+        self._closing = Event()
         self._readers = 0
         try:
             self._first = self._connect(options.connect_timeout, ask_extents=options.extents)
@@ -110,6 +111,7 @@ class NbdSource:
         most = min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS) if multi_conn else 1
         self._slots = [_Slot() for _ in range(most)]
         self._slots[0].connection = self._first
+        Thread(target=self._check_floods, name="nbd-check", daemon=True).start()
         self._first.share()  # between questions for extents and at least one worker
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
@@ -190,6 +192,12 @@ class NbdSource:
             raise
         return connection
 
+    def _check_floods(self) -> None:
+        """Look after the connections until they are closed. libnbd reads whatever comes, and stops for no time-out."""
+        while not self._closing.wait(CHECK_EVERY):
+            for connection in self._connections[:]:
+                connection.check_flood()
+
     def check_unchanged(self) -> None:
         """See Source. NBD has no way to tell."""
 
@@ -201,6 +209,7 @@ class NbdSource:
         """See Source. Reads in flight fail at once."""
         with self._lock:
             self._closed = True
+            self._closing.set()
             connections, self._connections = self._connections, []
         for connection in connections:
             connection.close()
