@@ -28,8 +28,9 @@ _READ, _WRITE = 1, 2  # LIBNBD_AIO_DIRECTION_*
 _READ_ERROR = 3  # LIBNBD_READ_ERROR, a chunk's status
 
 _FLOOD = "the NBD server sends more than was asked for"
-_MAX_HANDSHAKE_SECONDS = 0.25
-"""CPU time of a handshake. An honest one takes a few ms; libnbd would read a flood of replies for ever."""
+_MAX_HANDSHAKE_SECONDS, _MAX_TLS_SECONDS = 0.03, 1.0
+"""CPU time of a handshake once it has begun, without TLS and with it. An honest one takes 1 ms without. libnbd would
+read a flood of replies for ever, and keeps the names of contexts: 400 MiB in a second."""
 _MAX_HANDSHAKE_BYTES = MIB
 _MAX_SURPLUS = 12 * MIB
 """Bytes that replies may have beside the data that was asked for. nbdkit's largest extents reply has 8 MiB."""
@@ -87,6 +88,8 @@ class Connection:
         self._socket: socket.socket | None = None
         """A duplicate of libnbd's socket, which can be shut down while libnbd reads a flood from it."""
         self._cut_reason: str | None = None
+        self._max_cpu = math.inf
+        """Seconds of CPU time of the connecting thread."""
         self._expected = _MAX_HANDSHAKE_BYTES
         """Bytes that the server may have sent."""
         self._failure: str | None = None
@@ -123,7 +126,7 @@ class Connection:
                         raise OpenError(f"the NBD server's address was not found within {timeout:g} seconds")
                     raise OpenError(_not_ready(timeout))
                 with contextlib.suppress(OSError):  # the thread has just ended
-                    if clocks and time.clock_gettime(clocks[0]) > _MAX_HANDSHAKE_SECONDS:
+                    if clocks and time.clock_gettime(clocks[0]) > self._max_cpu:
                         self._cut(_FLOOD)
         except BaseException:
             self._cut(_not_ready(timeout))
@@ -138,6 +141,7 @@ class Connection:
 
     def _negotiate(self, deadline: float, timeout: float) -> None:
         self._start(self.handle)
+        self._max_cpu = time.thread_time() + (_MAX_TLS_SECONDS if self.handle.get_tls() else _MAX_HANDSHAKE_SECONDS)
         self._ready = self.handle.aio_is_ready()  # libnbd went on as long as it need not wait: perhaps to the end
         if self._ready:
             self._keep_socket(self.handle.aio_get_fd())
