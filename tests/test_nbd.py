@@ -214,7 +214,7 @@ def test_holes_that_are_not_zero_are_read(servers: Servers, image: Image) -> Non
 def test_each_worker_has_a_connection(servers: Servers) -> None:
     server = servers.nbdkit("--filter=delay", "pattern", "32M", "rdelay=20ms", log=True)
     got = checksum(server.uri)
-    assert got.stats.facts["nbd_connections"] == 8
+    assert got.stats.details["nbd_connections"] == 8
     assert server.connections() == 8
 
 
@@ -246,7 +246,7 @@ def test_a_server_with_fewer_places_than_it_says(servers: Servers, image: Image)
     server = servers.qemu_nbd(image("8m:R"), "--shared=2")
     got = checksum(server.uri)
     assert got.hexdigest == expected("8m:R")
-    assert got.stats.facts["nbd_connections"] == 2
+    assert got.stats.details["nbd_connections"] == 2
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def test_tls_with_certificates(servers: Servers, image: Image, certificates: Pat
     uri = servers.nbdkit(*words, tcp=True).uri.replace("nbd:", "nbds:")
     got = checksum(f"{uri}?tls-certificates={certificates}")
     assert got.hexdigest == expected(SPEC)
-    assert got.stats.facts["nbd_tls"] is True
+    assert got.stats.details["nbd_tls"] is True
     with pytest.raises(
         Error
     ):  # without a CA: the system's, which doesn't know this one; or refused, with an old libnbd
