@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import random
@@ -11,7 +12,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from conftest import find_tool, need, wait_until, wait_until_it_serves
 from reference import KIB, MIB
 
 from imgsum import OpenOptions, checksum
-from imgsum.errors import ChangedError, Error, MissingError, OpenError, RefusedError, TruncatedError
+from imgsum.errors import ChangedError, Error, FormatError, MissingError, OpenError, RefusedError, TruncatedError
 from imgsum.source import open_source
 from imgsum.source.prescreen import inspect
 
@@ -376,6 +377,13 @@ ddb.adapterType = "ide"
         ('RW 8 FLAT "part" 0', None),
         ('  RW 8 FLAT "part" 0  ', None),
         ('RW 8 FLAT "part" 0\nRW 8 FLAT "part2" 0', None),
+        ('RW\t8\t\tFLAT \t"part"\t0\t', None),
+        ('RW 8 FLAT "part" 0 partitionUUID 0', None),
+        ('RW 8 FLAT "part"0x', None),
+        ('RW 8 VMFS "part" partitionUUID', None),
+        pytest.param("name" + " " * 200_000 + "x", "not understood", id="spaces-1"),
+        pytest.param("RW" + " " * 200_000 + "x", "would leave out", id="spaces-2"),
+        pytest.param("name=" + " " * 200_000 + 'x\nRW 8 FLAT "part" 0', None, id="spaces-3"),
         ('RDONLY 8 FLAT "part" 0', "would leave out, as it is RDONLY"),
         ('NOACCESS 8 FLAT "part" 0', "would leave out"),
         ('RW 8 FLAT "part" 0\nRW 8 ZERO', "would leave out"),
@@ -387,7 +395,7 @@ ddb.adapterType = "ide"
         ('RW 8 FLAT "nbd:localhost:1" 0', "in another place"),
         ('RW 8 FLAT "json:{}" 0', "in another place"),
         ('RW 8 FLAT "link" 0', "is a symbolic link"),
-        ('RW 8 FLAT "nosuch" 0', "no such file"),
+        ('RW 8 FLAT "nosuch" 0', r"disk\.vmdk: its extent 'nosuch' can't be read: no such file"),
         ('RW 9 FLAT "part" 0', "truncated"),
         ('RW 8 FLAT "part" 1', "truncated"),
         ('RW 8 SPARSE "lure" 0', "without a capacity"),
@@ -420,6 +428,193 @@ def test_vmdk_descriptors(tmp_path: Path, lines: str, reason: str | None) -> Non
     else:
         with pytest.raises(Error, match=reason):
             content_of(disk)
+
+
+def test_a_split_vmdk(convert: Convert, tmp_path: Path) -> None:
+    """Its extent by itself, and with another size than the descriptor says."""
+    disk = convert("vmdk-split", "disk.vmdk")
+    with pytest.raises(RefusedError, match=r"disk-s001\.vmdk: is an extent of a VMDK: name the \.vmdk file that lists"):
+        content_of(tmp_path / "disk-s001.vmdk")
+    sectors = SIZE // 512
+    disk.write_bytes(disk.read_bytes().replace(b"RW %d " % sectors, b"RW %d " % (sectors + 8)))
+    with pytest.raises(FormatError, match=rf"{sectors + 8} sectors in its descriptor and {sectors} in its header"):
+        content_of(disk)
+
+
+@pytest.mark.parametrize("more", [-1, 1, 127, 128])
+def test_a_vmdk_whose_capacity_is_not_what_its_descriptor_says(convert: Convert, more: int) -> None:
+    """VirtualBox rounds it up to 64 KiB."""
+    disk = convert("vmdk")
+    sectors = SIZE // 512
+    disk.write_bytes(disk.read_bytes().replace(b"RW %d " % sectors, b"RW %d " % (sectors - more)))
+    if 0 < more < 128:
+        assert content_of(disk) == EXPECTED
+    else:
+        with pytest.raises(FormatError, match="says its size twice"):
+            content_of(disk)
+
+
+def edit_vhd(path: Path, creator: bytes, geometry: tuple[int, int, int], places: Sequence[int] = (0, -512)) -> None:
+    """Give the footers of a VHD at PLACES another creator and geometry, and the checksum that goes with them."""
+    data = bytearray(path.read_bytes())
+    for place in places:
+        at = place % len(data)
+        if data[at : at + 8] == b"conectix":
+            footer = data[at : at + 512]
+            footer[28:32] = creator
+            struct.pack_into(">HBB4x", footer, 56, *geometry)
+            struct.pack_into(">I", footer, 60, data[at + 63])
+            struct.pack_into(">I", footer, 64, 0)
+            struct.pack_into(">I", footer, 64, ~sum(footer) & 0xFFFFFFFF)
+            data[at : at + 512] = footer
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["vpc", "vpc-fixed"])
+@pytest.mark.parametrize("creator", [b"wa\0\0", b"vbox", b"win ", b"vpc ", b"qemu", b"\xff\n*?"])
+def test_the_size_of_a_vhd(convert: Convert, creator: bytes, kind: str) -> None:
+    """Its geometry for two creators, for all others the current size: whatever this QEMU knows."""
+    disk = convert(kind)
+    edit_vhd(disk, creator, (180, 4, 17))
+    got = checksum(disk)
+    geometry = 180 * 4 * 17 * 512
+    size = geometry if creator in (b"vpc ", b"qemu") else SIZE
+    assert (got.size, got.hexdigest) == (size, reference.blkhash(reference.content(SPEC)[:size]))
+    assert f"geometry says {geometry} bytes, its current size {SIZE}" in (got.note or "")
+
+
+def test_vhds_that_contradict_themselves(convert: Convert) -> None:
+    disk = convert("vpc")
+    edit_vhd(disk, b"win ", (180, 4, 17), [-512])
+    with pytest.raises(FormatError, match="whose two footers disagree"):
+        content_of(disk)
+    edit_vhd(disk, b"qemu", (0, 4, 17))
+    with pytest.raises(FormatError, match="geometry is of 0 bytes"):
+        content_of(disk)
+    data = bytearray(disk.read_bytes())
+    data[55] ^= 1
+    disk.write_bytes(data)
+    with pytest.raises(FormatError, match="footer is damaged"):
+        content_of(disk)
+
+
+def dmg(content: bytes, sectors: int, kinds: Sequence[int] = (1, 0x80000005), shift: int = 0) -> bytes:
+    """A dmg of CONTENT that says it has SECTORS, in chunks of 64 KiB of these KINDS, which begin at sector SHIFT."""
+    data, chunks = bytearray(), []
+    for number, at in enumerate(range(0, len(content), 64 * KIB)):
+        part = content[at : at + 64 * KIB]
+        kind = kinds[number % len(kinds)]
+        stored = part if kind == 1 else zlib.compress(part)
+        chunks.append((kind, 0, at // 512 + shift, len(part) // 512, len(data), len(stored)))
+        data += stored
+    total = len(content) // 512
+    chunks.append((0xFFFFFFFF, 0, total, 0, len(data), 0))
+    table = struct.pack(">4sIQQ", b"mish", 1, 0, total).ljust(200, b"\0") + struct.pack(">I", len(chunks))
+    table += b"".join(struct.pack(">IIQQQQ", *chunk) for chunk in chunks)
+    xml = b"<plist><data>\n" + base64.encodebytes(table) + b"\t</data></plist>"
+    trailer = bytearray(512)
+    struct.pack_into(">4sIIIQQQ", trailer, 0, b"koly", 4, 512, 1, 0, 0, len(data))
+    struct.pack_into(">QQ", trailer, 0xD8, len(data), len(xml))
+    struct.pack_into(">IQ", trailer, 0x1E8, 1, sectors)
+    return bytes(data) + xml + bytes(trailer)
+
+
+@pytest.mark.parametrize(
+    ("sectors", "options", "reason"),
+    [
+        (512, {}, None),
+        (0, {}, "0 sectors in its trailer and 512 in its tables"),
+        (511, {}, "511 sectors in its trailer and 512"),
+        (513, {}, "513 sectors in its trailer and 512"),
+        (512, {"shift": 1}, "a gap or overlap at sector 0"),
+        (512, {"kinds": (1, 0x80000008)}, "has lzma chunks|with lzma chunks, which QEMU can't read"),
+        (512, {"kinds": (1, 0x80000004)}, "with ADC chunks"),
+        (512, {"kinds": (1, 0x80000099)}, "of a kind that QEMU can't read: 0x80000099"),
+    ],
+)
+def test_dmg(tmp_path: Path, sectors: int, options: dict[str, Any], reason: str | None) -> None:
+    need(shutil.which("qemu-nbd"), "qemu-nbd is not installed")
+    content = reference.content("256k:R")
+    disk = tmp_path / "disk.dmg"
+    disk.write_bytes(dmg(content, sectors, **options))
+    if reason is None:
+        assert content_of(disk) == reference.blkhash(content)
+    else:
+        with pytest.raises(Error, match=reason):
+            content_of(disk)
+
+
+def test_a_differencing_vhdx(convert: Convert) -> None:
+    disk = convert("vhdx")
+    data = bytearray(disk.read_bytes())
+    table = data.index(b"metadata")
+    guid = bytes.fromhex("3767a1ca36fa434db3b633f0aa44e76b")
+    at = table + struct.unpack_from("<I", data, data.index(guid, table) + 16)[0]
+    data[at + 4] |= 2
+    disk.write_bytes(data)
+    with pytest.raises(RefusedError, match=r"is a differencing VHDX.*merge it with its parent first"):
+        content_of(disk)
+
+
+@pytest.mark.parametrize("kind", ["bochs", "cloop", "parallels", "qcow", "qcow2", "qed", "vdi", "vhdx", "vpc", "dmg"])
+@pytest.mark.parametrize("size", [0, 10, 1024])
+def test_a_format_that_it_is_not(tmp_path: Path, kind: str, size: int) -> None:
+    """Nothing was cut off, whatever its size."""
+    need(shutil.which("qemu-nbd"), "qemu-nbd is not installed")
+    disk = tmp_path / "disk"
+    disk.write_bytes(b"x" * size)
+    with pytest.raises(Error) as caught:
+        content_of(disk, format=kind, reader="qemu")
+    assert "truncated" not in caught.value.reason
+    assert "is not a" in caught.value.reason
+
+
+def sparse_vdi(blocks: int, content: int) -> bytes:
+    header = bytearray(512)
+    struct.pack_into("<4sIII", header, 0x40, b"\x7f\x10\xda\xbe", 0x10001, 0x180, 1)
+    struct.pack_into("<II", header, 0x154, 512, 1 << 30)
+    struct.pack_into("<QIII", header, 0x170, content, MIB, 0, blocks)
+    return bytes(header)
+
+
+def sparse_parallels(entries: int) -> bytes:
+    return struct.pack("<16sIIIIIQ", b"WithoutFreeSpace", 2, 16, 1, 1, entries, entries).ljust(512, b"\0")
+
+
+def sparse_qcow(bits: int) -> bytes:
+    return struct.pack(">4sIQIIQBBHIQ", b"QFI\xfb", 1, 0, 0, 0, 1 << bits, 12, 9, 0, 0, 512).ljust(512, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (sparse_vdi(0x3FFFFFFF, 0x3FFFFFFF << 20), "larger than such a file can need"),
+        (sparse_vdi(1 << 20, 1 << 40), "several blocks of its content are in one place"),
+        (sparse_vdi(1 << 20, 1 << 30), "says its size twice"),
+        (sparse_parallels(0xFFFFFFFF), "larger than such a file can need"),
+        (sparse_qcow(62), "larger than such a file can need"),
+        (bochs(b"")[:72] + struct.pack("<I", 1 << 31) + bytes(436), "QEMU reads up to 1048576"),
+        (cloop(b"")[:132] + b"\xff" * 4, "larger than such a file can need"),
+    ],
+    ids=["vdi", "vdi-one-place", "vdi-size", "parallels", "qcow", "bochs", "cloop"],
+)
+def test_tables_in_holes(tmp_path: Path, header: bytes, reason: str) -> None:
+    """4 KiB on the disk, in a file of 2 TiB: what is read of it is bounded."""
+    need(shutil.which("qemu-nbd"), "qemu-nbd is not installed")
+    disk = tmp_path / "disk"
+    disk.write_bytes(header)
+    os.truncate(disk, 1 << 41)
+    with pytest.raises(Error, match=reason):
+        content_of(disk)
+
+
+def test_an_overlong_table_again_and_again(tmp_path: Path) -> None:
+    """Every table of the second level is the same one."""
+    header = struct.pack(">4sIQIIQBBHIQ", b"QFI\xfb", 1, 0, 0, 0, 1 << 40, 12, 9, 0, 0, 512).ljust(512, b"\0")
+    table = 512 + (8 << 19)
+    data = header + struct.pack(">Q", table) * (1 << 19) + struct.pack(">Q", table) * 512
+    with pytest.raises(RefusedError, match="larger than such a file can need"):
+        inspect(lambda offset, length: data[offset : offset + length], len(data), "qcow")
 
 
 def test_a_vmdk_3() -> None:
@@ -504,7 +699,7 @@ def test_qed_and_qcow_with_a_backing_file(image: Callable[..., Path], tmp_path: 
         if format_name == "qed":
             assert content_of(disk) == EXPECTED
         else:
-            with pytest.raises(RefusedError, match="the format of the backing file 'base' is not recorded"):
+            with pytest.raises(RefusedError, match=r"'base' is not recorded.*qemu-img convert -f qcow"):
                 content_of(disk)
 
 

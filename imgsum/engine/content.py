@@ -192,6 +192,8 @@ class _Range:
 
 
 def _note_of_size(source: Source) -> str | None:
+    if note := getattr(source, "note", None):  # of a VHD, whose size is said twice
+        return str(note)
     rest = source.size % 512
     if not rest or source.format != "raw":
         return None

@@ -13,21 +13,27 @@ PROTOCOL = re.compile(rb"[^:/]*:")
 """How QEMU knows a name of a protocol: `a:b` is b by the protocol a, and ./a:b a file."""
 
 
-def backing_file(recorded: bytes, format_: str | None, image: HostFile) -> tuple[str, str]:
+def backing_file(recorded: bytes, format_: str | None, image: HostFile, image_format: str = "qcow2") -> tuple[str, str]:
     """The path and format of the backing file that IMAGE has RECORDED, relative to the directory that IMAGE is in.
 
     Raises RefusedError for anything but a plain path, and without a format: nothing is guessed.
     """
     name = os.fsdecode(recorded)
+    if image_format == "qcow2":
+        change, record = (f"qemu-img rebase -u -F FORMAT -b {path} IMAGE" for path in ("PATH", name))
+    else:  # qcow has no place for a format, and qed only for raw; in neither can rebase write one
+        change = record = f"qemu-img convert -f {image_format} -O qcow2 IMAGE COPY"
     if PROTOCOL.match(recorded):
         raise RefusedError(
-            f"the backing file '{name}' is not a plain path (`qemu-img rebase -u -F FORMAT -b PATH IMAGE` changes it)",
+            f"the backing file '{name}' is not a plain path (`{change}` makes an image without one)"
+            if image_format != "qcow2"
+            else f"the backing file '{name}' is not a plain path (`{change}` changes it)",
             name=image.name,
         )
     if not format_:
         raise RefusedError(
             f"the format of the backing file '{name}' is not recorded, and guessing it would leave it to whoever wrote"
-            f" that file (`qemu-img rebase -u -F FORMAT -b {name} IMAGE` records it)",
+            f" that file (`{record}` {'records it' if image_format == 'qcow2' else 'makes one image of both'})",
             name=image.name,
         )
     if format_ not in FORMATS:  # a driver's name, which could be that of a protocol

@@ -1,24 +1,24 @@
 """What is looked at in an image before QEMU may open it: what QEMU would read wrongly, or follow to other files.
 
 QEMU's drivers skip what they don't understand of some formats, without an error: a checksum of that would be wrong.
-Facts are from QEMU's block/vpc.c, vmdk.c, qed.c, qcow.c and vdi.c, and from the specifications that they name.
+Facts are from QEMU's block/qed.c, qcow.c, vdi.c, vhdx.c and parallels.c, and from the specifications that they name.
+Where a container says its size twice, docs/formats.md has the rules.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from imgsum.errors import FormatError, RefusedError, TruncatedError
-from imgsum.source import ReadBytes
-from imgsum.source.reach import AT_END, KDMV, check_reach, sparse_headers
+from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
+from imgsum.source import ReadBytes, dmg, probe, vhd, vmdk
+from imgsum.source.reach import check_reach, vhdx_metadata
 from imgsum.units import KIB
 
 
 class Links(NamedTuple):
-    """What an image needs besides its own file."""
+    """What an image needs besides its own file, and what QEMU must be told."""
 
     backing_file: bytes | None = None
     backing_format: str | None = None
@@ -26,6 +26,12 @@ class Links(NamedTuple):
     """None, `aes` or `luks`."""
     extents: tuple[VmdkExtent, ...] = ()
     """The files with the content of a VMDK whose own file is only a descriptor."""
+    size: int | None = None
+    """Bytes of content, where QEMU might have another opinion."""
+    note: str | None = None
+    """What a user should know of the value, or None."""
+    driver_options: tuple[tuple[str, str], ...] = ()
+    """Options of QEMU's driver."""
 
 
 class VmdkExtent(NamedTuple):
@@ -36,41 +42,110 @@ class VmdkExtent(NamedTuple):
     """It has tables of its own: see inspect_extent()."""
     needs: int
     """Bytes that it must have, as far as the descriptor says so."""
+    sectors: int = 0
+    """Its size by the descriptor."""
+    is_last: bool = True
 
 
-def inspect(read: ReadBytes, size: int, format_name: str) -> Links:
-    """What the image of SIZE bytes that READ reads refers to. Raises RefusedError, FormatError or TruncatedError."""
+_MAGIC = ("bochs", "cloop", "parallels", "qcow", "qcow2", "qed", "vdi", "vhdx")
+"""Formats that nothing but their beginning tells."""
+
+
+def inspect(read: ReadBytes, size: int, format_name: str, allocated: int | None = None) -> Links:
+    """What the image of SIZE bytes that READ reads refers to.
+
+    ALLOCATED: bytes that the file has on the disk, as tables in holes cost nothing to make; None: all.
+    Raises RefusedError, FormatError or TruncatedError.
+    """
+    if format_name in _MAGIC and probe.detect(read(0, probe.HEAD_SIZE), b"") != format_name:
+        raise FormatError(f"is not a {format_name} image: it does not begin as one")
     inspector = _INSPECTORS.get(format_name)
     links = inspector(read, size) if inspector else Links()
-    check_reach(read, size, format_name)
+    check_reach(read, size, format_name, allocated)
     return links
 
 
-def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent) -> None:
+def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent, allocated: int | None = None) -> None:
     """As inspect(), for a file beside a VMDK descriptor: it may not lead anywhere else."""
     if size < extent.needs:
         raise TruncatedError(f"truncated: '{extent.name}' has {size} of {extent.needs} bytes")
-    if extent.sparse:
-        _sparse_vmdk(read, size)
-        check_reach(read, size, "vmdk")
+    if not extent.sparse:
+        return
+    try:
+        header = _sparse_vmdk(read, size)
+        vmdk.check_capacity(extent.sectors, header, is_last=extent.is_last)
+        check_reach(read, size, "vmdk", allocated)
+    except Error as error:
+        error.reason = f"its extent '{extent.name}' {error.reason}"
+        raise
 
 
 def _vpc(read: ReadBytes, size: int) -> Links:
-    """VHD: the footer, of which a dynamic image has a copy at its start."""
-    start = read(0, 512)
-    last = read(max(0, size - 512), 512)
-    end = last if last.startswith(b"conectix") else last[1:]  # 511 bytes in images of Virtual PC before 2004
-    footer = start if start.startswith(b"conectix") else end
-    if not footer.startswith(b"conectix"):
-        raise FormatError("is not a VHD image: it has no footer")
-    kind = int.from_bytes(footer[60:64], "big")
-    if kind == 4:
-        raise RefusedError("is a differencing VHD: QEMU would read it without its parent (merge the two first)")
-    if kind not in (2, 3):
-        raise RefusedError(f"is a VHD of a type that QEMU does not know: {kind}")
-    if footer is start and not end.startswith(b"conectix"):
-        raise TruncatedError("truncated: the VHD's footer is not where the file ends")
+    footer = vhd.read_footer(read, size)
+    calculation = "chs" if footer.uses_geometry() else "current_size"
+    # QEMU knows some creators, and others with each version: it is told.
+    return Links(size=footer.size(), note=footer.note(), driver_options=(("force_size_calc", calculation),))
+
+
+def _dmg(read: ReadBytes, size: int) -> Links:
+    trailer = dmg.read_trailer(read, size)
+    dmg.check_chunks(read, trailer)
+    return Links(size=trailer.sectors * 512)
+
+
+def _vdi(read: ReadBytes, size: int) -> Links:
+    header = read(0, 512).ljust(512, b"\0")
+    (kind,) = struct.unpack_from("<I", header, 0x4C)
+    content, block, _, blocks = struct.unpack_from("<QIII", header, 0x170)
+    if kind in (3, 4):
+        raise RefusedError(
+            "is a differencing VDI: its parent has the rest of its content (merge it with its parent first)"
+        )
+    if block and blocks != -(-content // block):
+        raise FormatError(
+            f"is a VDI that says its size twice, and differently: {content} bytes, and {blocks} blocks of {block}"
+        )
     return Links()
+
+
+def _vhdx(read: ReadBytes, size: int) -> Links:
+    first, second = (read(at * KIB, 64 * KIB) for at in (192, 256))
+    if second.startswith(b"regi") and first.startswith(b"regi") and first != second:
+        raise FormatError("is a VHDX whose two region tables disagree")
+    parameters = vhdx_metadata(read)
+    if parameters and int.from_bytes(read(parameters + 4, 4), "little") & 2:
+        raise RefusedError(
+            "is a differencing VHDX: its parent has the rest of its content (merge it with its parent first)"
+        )
+    return Links()
+
+
+def _parallels(read: ReadBytes, size: int) -> Links:
+    header = read(0, 64).ljust(64, b"\0")
+    tracks, entries, sectors = struct.unpack_from("<IIQ", header, 28)
+    if header.startswith(b"WithoutFreeSpace"):
+        sectors &= 0xFFFFFFFF
+    if entries * tracks < sectors:  # QEMU would read the rest as zeros
+        raise FormatError(
+            f"is a parallels image that says its size twice, and differently: {sectors} sectors, and {entries} clusters"
+            f" of {tracks}"
+        )
+    return Links()
+
+
+def _bochs(read: ReadBytes, size: int) -> Links:
+    header = read(0, 512).ljust(512, b"\0")
+    version, _, entries = struct.unpack_from("<III", header, 64)
+    (content,) = struct.unpack_from("<Q", header, 84 if version == 0x10000 else 88)
+    _refuse_part_of_a_sector(content)
+    if entries > 1 << 20:
+        raise RefusedError(f"is a bochs image with {entries} entries in its catalog, and QEMU reads up to {1 << 20}")
+    return Links()
+
+
+def _refuse_part_of_a_sector(content: int) -> None:
+    if content % 512:
+        raise RefusedError(f"has {content} bytes of content, and QEMU would leave out the last {content % 512}")
 
 
 def _qcow(read: ReadBytes, size: int) -> Links:
@@ -78,6 +153,7 @@ def _qcow(read: ReadBytes, size: int) -> Links:
     header = read(0, 48)
     backing, length = struct.unpack_from(">QI", header.ljust(48, b"\0"), 8)
     name = read(backing, min(length, KIB)) if backing else None
+    _refuse_part_of_a_sector(int.from_bytes(header[24:32], "big"))
     crypt_method = int.from_bytes(header[36:40], "big")
     return Links(backing_file=name, encryption="aes" if crypt_method else None)
 
@@ -108,99 +184,66 @@ def _qcow2(read: ReadBytes, size: int) -> Links:
 
 # --- VMDK -----------------------------------------------------------------------------------------------------------
 
-_SECTOR = 512
-_DESCRIPTOR_LIMIT = 1024 * KIB
-_EMBEDDED_LENGTH = 20 * _SECTOR  # what QEMU reads at sector 1 to look for a parent
-
-_EXTENT = re.compile(
-    r'(RW|RDONLY) +([0-9]{1,18}) +(FLAT|SPARSE|VMFS|VMFSSPARSE|SESPARSE) +"([^"]+)"(?: +([0-9]{1,18}))?'
-)
-_ACCESS = re.compile(r"(?:RW|RDONLY|NOACCESS)\b", re.IGNORECASE)
-_SETTING = re.compile(r"\s*([^=\"]+?)\s*=\s*(.*?)\s*")
-
-
-class _Descriptor(NamedTuple):
-    settings: dict[str, str]
-    """Keys in lower case."""
-    extents: list[tuple[str, int, str, str, int]]
-    """Access, sectors, type, file name, and the first sector in that file."""
-
 
 def _vmdk(read: ReadBytes, size: int) -> Links:
-    if read(0, 4) in (KDMV, b"COWD"):
-        return _sparse_vmdk(read, size)
-    descriptor = _parse_descriptor(read(0, _DESCRIPTOR_LIMIT))
-    _refuse_parent(descriptor.settings)
+    if read(0, 4) in (vmdk.KDMV, b"COWD"):
+        header = _sparse_vmdk(read, size)
+        if not header.descriptor or read(header.descriptor * vmdk.SECTOR, 1) in (b"", b"\0"):
+            raise RefusedError("is an extent of a VMDK: name the .vmdk file that lists its extents, a text, instead")
+        return Links(size=header.capacity * vmdk.SECTOR)
+    descriptor = vmdk.parse_descriptor(read(0, vmdk.DESCRIPTOR_LIMIT))
+    _refuse_parent(descriptor)
     if not descriptor.extents:
         raise FormatError("is a VMDK descriptor without extents")
     extents = []
-    for access, sectors, kind, name, offset in descriptor.extents:
-        if access != "RW":
-            raise RefusedError(f"is a VMDK with an extent that QEMU would leave out, as it is {access}: '{name}'")
+    for number, extent in enumerate(descriptor.extents, 1):
+        name = extent.name
+        if extent.access != "RW":
+            raise RefusedError(
+                f"is a VMDK with an extent that QEMU would leave out, as it is {extent.access}: '{name}'"
+            )
         # The image's own files lie beside it. Anything else may be any file of this host (CVE-2022-47951).
         if "/" in name or ":" in name or name in (".", "..") or "\0" in name:
             raise RefusedError(f"is a VMDK whose content is in another place: '{name}'")
-        flat = kind in ("FLAT", "VMFS")
-        extents.append(VmdkExtent(name, not flat, (offset + sectors) * _SECTOR if flat else 0))
+        needs = (extent.offset + extent.sectors) * vmdk.SECTOR if extent.is_flat() else 0
+        is_last = number == len(descriptor.extents)
+        extents.append(VmdkExtent(name, not extent.is_flat(), needs, extent.sectors, is_last))
     return Links(extents=tuple(extents))
 
 
-def _sparse_vmdk(read: ReadBytes, size: int) -> Links:
+def _sparse_vmdk(read: ReadBytes, size: int) -> vmdk.SparseHeader:
     """A VMDK that holds its content, and mostly its descriptor too, of which QEMU uses only the parent."""
-    if read(0, 4) != KDMV:
+    if read(0, 4) != vmdk.KDMV:
         # COWD and SESPARSE: ESXi's, mostly snapshots. QEMU does not look at their parents.
         raise RefusedError("is a VMDK of a kind that QEMU may read wrongly: vmfsSparse or seSparse (convert it first)")
-    header, footer = sparse_headers(read, size)
-    if min(header.capacity, footer.capacity) == 0:
+    header = vmdk.sparse_header(read, size)
+    if header.capacity == 0:
         # QEMU takes its descriptor for that of a split image, whose extents are any files of this host.
         raise RefusedError("is a VMDK without a capacity, whose content would be in other files")
-    places = {(_SECTOR, _EMBEDDED_LENGTH)}
-    if header.descriptor and header.descriptor != AT_END:
-        length = min(header.descriptor_length * _SECTOR, _DESCRIPTOR_LIMIT)
-        places.add((header.descriptor * _SECTOR, length))
-    for offset, length in places if header.descriptor else ():
-        descriptor = _parse_descriptor(read(offset, length))
-        _refuse_parent(descriptor.settings)
+    for descriptor in vmdk.embedded_descriptors(read, header):
+        _refuse_parent(descriptor)
         if len(descriptor.extents) > 1:
             raise RefusedError("is a VMDK of several extents, of which this file is one")
-    return Links()
+        for extent in descriptor.extents:
+            vmdk.check_capacity(extent.sectors, header, is_last=True)
+    return header
 
 
-def _parse_descriptor(raw: bytes) -> _Descriptor:
-    """A descriptor's lines. Each must be one that QEMU understands as we do: it skips what it doesn't understand."""
-    text = raw.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-    settings: dict[str, str] = {}
-    extents = []
-    before = "#"
-    for line in re.split(r"\r\n|[\r\n]", text):
-        stripped = line.strip()
-        blank_before, before = not before, stripped
-        if not stripped or stripped.startswith("#"):
-            continue
-        if match := _EXTENT.fullmatch(stripped):
-            if blank_before:  # QEMU's sscanf() finds it from there too
-                raise RefusedError("is a VMDK with an extent after a blank line, which QEMU would take twice")
-            extents.append((match[1], int(match[2]), match[3], match[4], int(match[5] or 0)))
-        elif _ACCESS.match(stripped):
-            raise RefusedError(f"is a VMDK with an extent that QEMU would leave out: {stripped[:80]}")
-        elif match := _SETTING.fullmatch(stripped):
-            settings[match[1].lower()] = match[2].strip('"')
-        else:
-            raise RefusedError(f"is a VMDK with a line that is not understood in its descriptor: {stripped[:80]}")
-    return _Descriptor(settings, extents)
-
-
-def _refuse_parent(settings: dict[str, str]) -> None:
-    parent = settings.get("parentfilenamehint")
-    if parent is not None or settings.get("parentcid", "ffffffff").lower() not in ("ffffffff", ""):
-        where = f" '{parent}'" if parent else ""
+def _refuse_parent(descriptor: vmdk.Descriptor) -> None:
+    if descriptor.has_parent:
+        where = f" '{descriptor.parent}'" if descriptor.parent else ""
         raise RefusedError(f"is a VMDK with a parent{where}, without which it is not whole (merge the two first)")
 
 
 _INSPECTORS: dict[str, Callable[[ReadBytes, int], Links]] = {
+    "bochs": _bochs,
+    "dmg": _dmg,
+    "parallels": _parallels,
     "qcow": _qcow,
     "qcow2": _qcow2,
     "qed": _qed,
+    "vdi": _vdi,
+    "vhdx": _vhdx,
     "vmdk": _vmdk,
     "vpc": _vpc,
 }

@@ -27,6 +27,12 @@ _MOST_FILES = 64
 # qemu-nbd: Failed to blk_new_open 'json:{...}': Max Table Entries too large
 _PREFIX = re.compile(r"^(?:Failed to blk_new_open 'json:.*?}': )?")
 
+# qemu-nbd: Could not open 'NAME': Invalid argument
+_REFUSED = re.compile(r"(?:Failed to blk_new_open 'json:.*': |Could not open '.*': )+Invalid argument")
+
+# qemu-nbd: warning: dmg-lzfse module is missing, accessing lzfse compressed blocks will result in I/O errors
+_MODULE = re.compile(r"dmg-(\w+) module is missing")
+
 
 def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> ServedSource:
     """FILE, an image of that format, as a private qemu-nbd reads it. FILE is closed with the source, or on failure.
@@ -61,6 +67,10 @@ def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> Se
         stack.callback(server.close)
         source = ServedSource(file.name, format_name, server, options, image.files)
         source.also_close(stack.pop_all())
+        source.note = image.note
+        if image.size not in (None, source.size):
+            source.close()
+            raise RefusedError(f"has {image.size} bytes of content, of which this QEMU makes {source.size}")
         return source
 
 
@@ -87,6 +97,8 @@ class ServedSource:
         """Connect to SERVER, which reads FILES. Raises an imgsum.Error."""
         self.name = name
         self.format = format_name
+        self.note: str | None = None
+        """What a user should know of the value."""
         self._server = server
         self._files = files
         self._resources = contextlib.ExitStack()
@@ -133,8 +145,16 @@ class ServedSource:
         """ERROR with what the server said, if it said anything."""
         ended = self._server.ended(within)
         words = _PREFIX.sub("", self._server.words())
-        for number, file in enumerate(self._files, _FIRST_FD):
+        for number, file in reversed(list(enumerate(self._files, _FIRST_FD))):  # 50 before 5
             words = words.replace(f"/proc/self/fd/{number}", file.name)
+        if missing := _MODULE.search(words):
+            words = (
+                f"the dmg has {missing[1]} chunks, which this QEMU can't read without its module: install"
+                " qemu-block-extra (Debian, Ubuntu) or qemu-block-dmg (Fedora), or convert the image on a Mac: hdiutil"
+                " convert IMAGE -format UDZO -o NEW"
+            )
+        elif self._files and _REFUSED.fullmatch(words):
+            words = f"it can't read this {self.format} image, and does not say why: it may be damaged"
         if isinstance(error, OpenError) and (words or ended):
             error.reason = f"{self._server.program}: {words or 'ended without serving anything'}"
         elif words or ended:
@@ -169,6 +189,9 @@ class _Image:
         self.descriptors: dict[int, int] = {}
         """{the number in qemu-nbd: ours}"""
         self.objects: list[str] = []
+        self.size: int | None = None
+        """Bytes of content of the image itself, and what a user should know of it: see Links."""
+        self.note: str | None = None
         self._options = options
         self._stack = stack
 
@@ -178,25 +201,32 @@ class _Image:
             raise RefusedError("is its own backing file", name=file.name)
         fd = self._keep(file)
         try:
-            links = inspect(file.read_bytes, file.size, format_name)
+            links = inspect(file.read_bytes, file.size, format_name, _allocated(file))
+            if len(self.files) == 1:
+                self.size, self.note = links.size, links.note
             # Through /proc QEMU opens the very file that was looked at, and no name is taken for a protocol. But
             # the files that a VMDK descriptor names are looked for beside it, so that one goes by its path.
             name = f"/proc/self/fd/{fd}" if not links.extents else self._path_beside_extents(file, links)
             driver = "host_device" if file.is_block_device else "file"
             node: dict[str, Any] = {"driver": format_name, "file": {"driver": driver, "filename": name}}
+            node.update(links.driver_options)
             if self._options.force_share:
                 node["force-share"] = True
             if links.encryption:
                 node["encrypt"] = {"format": links.encryption, "key-secret": self._secret()}
             # null: even if QEMU should see a backing file where we saw none, it does not open it.
-            node["backing"] = self._backing(file, links) if links.backing_file else None
+            node["backing"] = self._backing(file, format_name, links) if links.backing_file else None
         except Error as error:
             raise error.about(file.name) from error.__cause__
         return node
 
-    def _backing(self, file: HostFile, links: Links) -> dict[str, Any]:
-        path, format_name = backing_file(links.backing_file or b"", links.backing_format, file)
-        return self.node(self._open(path), format_name)
+    def _backing(self, file: HostFile, image_format: str, links: Links) -> dict[str, Any]:
+        path, format_name = backing_file(links.backing_file or b"", links.backing_format, file, image_format)
+        try:
+            backing = self._open(path)
+        except Error as error:
+            raise OpenError(f"its backing file '{path}' can't be read: {error.reason}") from error
+        return self.node(backing, format_name)
 
     def _path_beside_extents(self, file: HostFile, links: Links) -> str:
         path = os.path.abspath(file.path)
@@ -204,9 +234,12 @@ class _Image:
             beside = os.path.join(os.path.dirname(path), extent.name)
             if os.path.islink(beside):
                 raise RefusedError(f"is a VMDK whose content is in another place: '{extent.name}' is a symbolic link")
-            part = self._open(beside)
+            try:
+                part = self._open(beside)
+            except Error as error:
+                raise OpenError(f"its extent '{extent.name}' can't be read: {error.reason}") from error
             self._keep(part)
-            inspect_extent(part.read_bytes, part.size, extent)
+            inspect_extent(part.read_bytes, part.size, extent, _allocated(part))
         try:
             path.encode()
         except UnicodeEncodeError:
@@ -242,3 +275,8 @@ class _Image:
             self.descriptors[fd] = secret
             self.objects = ["--object", f"secret,id=secret,file=/proc/self/fd/{fd}"]
         return "secret"
+
+
+def _allocated(file: HostFile) -> int:
+    """Bytes that FILE has on the disk."""
+    return file.size if file.is_block_device else os.fstat(file.fd).st_blocks * 512

@@ -1,8 +1,7 @@
 """Whether an image's file has all that its tables refer to: QEMU takes what a file lacks for zeros, and says nothing.
 
 For the formats that QEMU reads for us, and only as far as that takes: the data that lies last in the file. Layouts are
-from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c, qed.h, vdi.c, vhdx.h and vmdk.c. (Of vpc, QEMU looks
-itself.)
+from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c, qed.h, vdi.c, vhdx.h, vmdk.c and vpc.c.
 """
 
 from __future__ import annotations
@@ -13,11 +12,20 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from imgsum.errors import FormatError, TruncatedError
+from imgsum.errors import FormatError, RefusedError, TruncatedError
 from imgsum.source import ReadBytes
-from imgsum.units import KIB
+from imgsum.source.vmdk import KDMV, sparse_header
+from imgsum.units import KIB, MIB
 
 _PART = 64 * KIB  # bytes of a table that are read at a time
+_ZEROS = bytes(_PART)
+_ZERO_PART = {code: array(code, [0]) for code in "IQ"}
+
+_ZERO_BYTES = 256 * MIB
+"""The most of tables that may be zeros, as those of a thin image are, and may lie in holes: 0.2 s."""
+_MORE_THAN_ALLOCATED = 64 * MIB
+"""What is read of other tables may be more by that than what the file has on the disk: some file systems compress."""
+_LEAST = 2 * KIB  # what a read costs at least
 
 
 class _Last(NamedTuple):
@@ -28,15 +36,33 @@ class _Last(NamedTuple):
     """Its index in the table, or in all tables of the second level laid end to end."""
 
 
-def check_reach(read: ReadBytes, size: int, format_name: str) -> None:
+def check_reach(read: ReadBytes, size: int, format_name: str, allocated: int | None = None) -> None:
     """Raise TruncatedError if the file of SIZE bytes that READ reads lacks some of the content's data.
 
-    A file that is not of that format at all passes: QEMU will say so.
+    What is read for that is in proportion to the ALLOCATED bytes of the file (None: all are): else RefusedError.
     """
     reach = _REACH.get(format_name)
-    needed = reach(read, size) if reach else 0
+    needed = reach(_bounded(read, size if allocated is None else allocated), size) if reach else 0
     if needed > size:
-        raise TruncatedError(f"truncated: the file has {size} of at least {needed} bytes")
+        raise TruncatedError(f"truncated or damaged: the file has {size} of at least {needed} bytes")
+
+
+def _bounded(read: ReadBytes, allocated: int) -> ReadBytes:
+    """READ, until more of it is used than tables of a file with so many ALLOCATED bytes can need."""
+    zeros_left, others_left = _ZERO_BYTES, allocated + _MORE_THAN_ALLOCATED
+
+    def bounded(offset: int, length: int) -> bytes:
+        nonlocal zeros_left, others_left
+        raw = read(offset, length)
+        if raw == _ZEROS[: len(raw)]:
+            zeros_left -= max(_LEAST, len(raw))
+        else:
+            others_left -= max(_LEAST, len(raw))
+        if min(zeros_left, others_left) < 0:
+            raise RefusedError("has tables that are larger than such a file can need")
+        return raw
+
+    return bounded
 
 
 def _header(read: ReadBytes, length: int) -> bytes:
@@ -59,65 +85,23 @@ def _bochs(read: ReadBytes, size: int) -> int:
 
 
 def _cloop(read: ReadBytes, size: int) -> int:
-    table_end = 136 + 8 * (int.from_bytes(_header(read, 136)[132:], "big") + 1)
+    entries = int.from_bytes(_header(read, 136)[132:], "big") + 1
+    for _ in _parts(read, 136, entries, "Q", "big"):
+        pass  # raises what it raises
+    table_end = 136 + 8 * entries
     return max(table_end, int.from_bytes(read(table_end - 8, 8), "big"))
-
-
-def _dmg(read: ReadBytes, size: int) -> int:
-    """Its trailer refers to all else. QEMU looks for that in more than the last sector, and takes a part of one."""
-    start = max(0, size - 1023)
-    at = read(start, 1023).find(b"koly")
-    return start + at + 512 if at >= 0 else 0
-
-
-class SparseHeader(NamedTuple):
-    """A sparse VMDK's header, or the footer that has the same fields. Places and lengths in sectors."""
-
-    magic: bytes
-    version: int
-    flags: int
-    capacity: int
-    grain: int
-    descriptor: int
-    descriptor_length: int
-    per_table: int
-    """Entries of a grain table."""
-    redundant_directory: int
-    directory: int
-    """AT_END in a streamOptimized image's header: only its footer says it."""
-    overhead: int
-
-
-KDMV = b"KDMV"
-AT_END = (1 << 64) - 1
-_SPARSE = struct.Struct("<4sIIQQQQIQQQ")
-
-
-def sparse_headers(read: ReadBytes, size: int) -> tuple[SparseHeader, SparseHeader]:
-    """The header of the file of SIZE bytes that READ reads, and its footer: the same where it has none.
-
-    Raises TruncatedError.
-    """
-    header = SparseHeader(*_SPARSE.unpack_from(_header(read, 512)))
-    if header.directory != AT_END:
-        return header, header
-    # The header is repeated, completed, before the end-of-stream marker.
-    footer = read(max(0, size - 1024), 512)
-    if not footer.startswith(KDMV) or len(footer) < 512:
-        raise TruncatedError("truncated: the VMDK's footer is not where the file ends")
-    return header, SparseHeader(*_SPARSE.unpack_from(footer))
 
 
 def _vmdk(read: ReadBytes, size: int) -> int:
     if read(0, 4) != KDMV:  # a descriptor, or refused
         return 0
-    _, header = sparse_headers(read, size)
+    header = sparse_header(read, size)
     grain, grains = header.grain, -(-header.capacity // header.grain) if header.grain else 0
     if not (grains and header.per_table):
         return 0
     directory = _nonzero(read, header.directory * 512, -(-grains // header.per_table), "I")
     tables = ((index, entry * 512) for index, entry in directory)
-    last = _last_of_tables(read, size, tables, header.per_table, "I", grains)
+    last = _last_of_tables(read, tables, header.per_table, "I", grains)
     if last is None:
         return 0
     at = last.entry * 512
@@ -147,7 +131,7 @@ def _qed(read: ReadBytes, size: int) -> int:
         return 0
     clusters = -(-content // cluster)
     tables = _nonzero(read, l1, min(entries, -(-clusters // entries)), "Q")
-    last = _last_of_tables(read, size, tables, entries, "Q", clusters)
+    last = _last_of_tables(read, tables, entries, "Q", clusters)
     if last is None or last.entry < cluster:  # 1: a cluster of zeros
         return 0
     return last.entry + int(min(cluster, content - last.number * cluster))
@@ -161,7 +145,7 @@ def _qcow(read: ReadBytes, size: int) -> int:
         return 0
     cluster, needed = 1 << cluster_bits, 0
     tables = _nonzero(read, l1, -(-content >> cluster_bits + l2_bits), "Q", "big")
-    for table, offset in _tables(size, tables, 8 << l2_bits):
+    for table, offset in tables:
         for index, entry in _nonzero(read, offset, 1 << l2_bits, "Q", "big"):
             if entry >> 63:  # compressed: its length is above its offset
                 offset_bits = 63 - cluster_bits
@@ -182,19 +166,40 @@ def _parallels(read: ReadBytes, size: int) -> int:
     return 0 if last is None else (last.entry * unit + int(min(tracks, sectors - last.number * tracks))) * 512
 
 
+def _vpc(read: ReadBytes, size: int) -> int:
+    header = read(512, 1024)
+    if not (read(0, 8) == b"conectix" and header.startswith(b"cxsparse")):  # fixed, or QEMU refuses it
+        return 0
+    (table,) = struct.unpack_from(">Q", header, 16)
+    entries, block = struct.unpack_from(">II", header, 28)
+    bitmap = -(-(block // 512 // 8) // 512) * 512
+    last = _last_below(read, table, entries, 0xFFFFFFFF, "big")
+    return last.entry * 512 + bitmap + int(block) if last else 0
+
+
 def _vhdx(read: ReadBytes, size: int) -> int:
-    regions = _vhdx_table(read(192 * KIB, 64 * KIB), b"regi", 8, 16, "<QI")
-    bat, metadata = (regions.get(bytes.fromhex(guid)) for guid in (_VHDX_BAT, _VHDX_METADATA))
-    if not (bat and metadata):
+    bat = _vhdx_regions(read).get(bytes.fromhex(_VHDX_BAT))
+    parameters = vhdx_metadata(read)
+    if not (bat and parameters):
         return 0
-    items = _vhdx_table(read(metadata[0], 64 * KIB), b"metadata", 10, 32, "<II")
-    parameters = items.get(bytes.fromhex(_VHDX_PARAMETERS))
-    if not parameters:
-        return 0
-    block = int.from_bytes(read(metadata[0] + parameters[0], 4), "little")
+    block = int.from_bytes(read(parameters, 4), "little")
     present = (entry for _, entry in _nonzero(read, bat[0], bat[1] // 8, "Q") if entry & 7 in (6, 7))
     last = max(present, default=0) >> 20 << 20  # a multiple of 1 MiB; the rest is its state
     return last + block if last else 0
+
+
+def vhdx_metadata(read: ReadBytes) -> int:
+    """Where in the file a VHDX's file parameters are: its block size and its flags. 0: nowhere."""
+    metadata = _vhdx_regions(read).get(bytes.fromhex(_VHDX_METADATA))
+    if not metadata:
+        return 0
+    items = _vhdx_table(read(metadata[0], 64 * KIB), b"metadata", 10, 32, "<II")
+    parameters = items.get(bytes.fromhex(_VHDX_PARAMETERS))
+    return metadata[0] + parameters[0] if parameters else 0
+
+
+def _vhdx_regions(read: ReadBytes) -> dict[bytes, tuple[int, int]]:
+    return _vhdx_table(read(192 * KIB, 64 * KIB), b"regi", 8, 16, "<QI")
 
 
 _VHDX_BAT = "6677c22d23f600429d64115e9bfd4a08"
@@ -211,20 +216,12 @@ def _vhdx_table(raw: bytes, magic: bytes, count_at: int, entries_at: int, fields
     return {raw[at : at + 16]: struct.unpack_from(fields, raw, at + 16) for at in places if at + 32 <= len(raw)}
 
 
-def _tables(size: int, tables: Iterator[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    """TABLES of the second level, of LENGTH bytes each. Raises FormatError when they can't all be in the file."""
-    for count, table in enumerate(tables, 1):
-        if count * length > size:
-            raise FormatError("its tables are in one place")  # a small file that takes for ever to look through
-        yield table
-
-
 def _last_of_tables(
-    read: ReadBytes, size: int, tables: Iterator[tuple[int, int]], entries: int, code: str, total: int
+    read: ReadBytes, tables: Iterator[tuple[int, int]], entries: int, code: str, total: int
 ) -> _Last | None:
     """As _last(), over all TABLES, which have ENTRIES each, and TOTAL together, that count."""
     found: _Last | None = None
-    for number, offset in _tables(size, tables, entries * array(code).itemsize):
+    for number, offset in tables:
         last = _last(read, offset, min(entries, total - number * entries), code)
         if last and (found is None or last.entry > found.entry):
             found = _Last(last.entry, number * entries + last.number)
@@ -241,15 +238,23 @@ def _last(read: ReadBytes, offset: int, entries: int, code: str) -> _Last | None
     return found
 
 
-def _last_below(read: ReadBytes, offset: int, entries: int, limit: int) -> _Last | None:
-    """The largest of a table's ENTRIES that is less than LIMIT; None where there is none."""
+def _last_below(read: ReadBytes, offset: int, entries: int, limit: int, order: str = "little") -> _Last | None:
+    """The largest of a table's ENTRIES of 32 bits that is less than LIMIT; None where there is none.
+
+    Raises FormatError when two of them must be the same: each stands for a block of the file.
+    """
     found: _Last | None = None
-    for first, part in _parts(read, offset, entries, "I", "little"):
+    below = 0
+    for first, part in _parts(read, offset, entries, "I", order):
+        below += min(_PART // part.itemsize, entries - first)
         largest = max(part)
         if largest >= limit:
+            below -= sum(part.count(entry) for entry in range(limit, 1 << 32))
             largest = max((entry for entry in part if entry < limit), default=-1)
         if largest >= 0 and (found is None or largest > found.entry):
             found = _Last(largest, first + part.index(largest))
+    if found and below > found.entry + 1:
+        raise FormatError("is damaged: several blocks of its content are in one place of its file")
     return found
 
 
@@ -261,7 +266,10 @@ def _nonzero(read: ReadBytes, offset: int, entries: int, code: str, order: str =
 
 
 def _parts(read: ReadBytes, offset: int, entries: int, code: str, order: str) -> Iterator[tuple[int, array[int]]]:
-    """A table in parts, each with the index of its first entry. Raises TruncatedError."""
+    """A table in parts, each with the index of its first entry. Raises TruncatedError.
+
+    A part of zeros has only one entry.
+    """
     done = 0
     while done < entries:
         part = array(code)
@@ -269,6 +277,10 @@ def _parts(read: ReadBytes, offset: int, entries: int, code: str, order: str) ->
         raw = read(offset + done * part.itemsize, count * part.itemsize)
         if len(raw) < count * part.itemsize:
             raise TruncatedError("truncated: the file ends in a table of its own")
+        if raw == _ZEROS[: len(raw)]:
+            yield done, _ZERO_PART[code]
+            done += count
+            continue
         part.frombytes(raw)
         if order != sys.byteorder:
             part.byteswap()
@@ -279,11 +291,11 @@ def _parts(read: ReadBytes, offset: int, entries: int, code: str, order: str) ->
 _REACH: dict[str, Callable[[ReadBytes, int], int]] = {
     "bochs": _bochs,
     "cloop": _cloop,
-    "dmg": _dmg,
     "parallels": _parallels,
     "qcow": _qcow,
     "qed": _qed,
     "vdi": _vdi,
     "vhdx": _vhdx,
     "vmdk": _vmdk,
+    "vpc": _vpc,
 }
