@@ -31,7 +31,7 @@ def test_a_device_has_its_files_checksum(
     assert result.size == sectors * sector_size
     assert result.format == "raw"
     assert result.note is None
-    assert result.stats.facts == {"cache": "none" if direct else "writeback"}
+    assert result.stats.details == {"cache": "none" if direct else "writeback"}
 
 
 @pytest.mark.parametrize("sector_size", [512, 4096])

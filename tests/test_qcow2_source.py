@@ -579,7 +579,7 @@ def test_format_and_size(qemu: Callable[..., str]) -> None:
     create(qemu, "top", 5 * MIB, "-b", "image", "-F", "qcow2")
     result = imgsum.checksum("top")
     assert (result.format, result.size, result.note) == ("qcow2", 5 * MIB, None)
-    assert result.stats.facts == {"cache": "writeback", "files": 2}
+    assert result.stats.details == {"cache": "writeback", "files": 2}
 
 
 def test_ranges(qemu: Callable[..., str]) -> None:

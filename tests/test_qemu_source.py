@@ -115,7 +115,7 @@ def test_direct_where_that_is_not_possible(convert: Convert, mounted: Callable[[
     shutil.copy(convert("vmdk"), disk)
     got = checksum(disk, options=OpenOptions(direct=True))
     assert got.hexdigest == EXPECTED
-    assert "cache_note" in got.stats.facts
+    assert "cache_note" in got.stats.details
 
 
 def test_formats_on_a_block_device(convert: Convert, loop_device: Callable[..., str]) -> None:

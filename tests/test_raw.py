@@ -301,13 +301,13 @@ def test_o_direct_is_used(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real_preadv(fd, *args)
 
     monkeypatch.setattr(os, "preadv", spy)
-    facts = check(disk, direct=True).stats.facts
-    if facts == {"cache": "none"}:
+    details = check(disk, direct=True).stats.details
+    if details == {"cache": "none"}:
         assert flags == {os.O_DIRECT}
     else:
-        assert "cache_note" in facts  # the tests' directory is on a file system without
+        assert "cache_note" in details  # the tests' directory is on a file system without
     flags.clear()
-    assert check(disk).stats.facts == {"cache": "writeback"}
+    assert check(disk).stats.details == {"cache": "writeback"}
     assert flags == {0}
 
 
@@ -330,9 +330,9 @@ def test_aligned_direct_reads_need_no_copy(image: Callable[..., Path], monkeypat
 def test_where_the_file_system_refuses_o_direct(mounted: Callable[[str], Path]) -> None:
     path = mounted("ramfs") / "disk.raw"
     reference.write(SPEC, path)
-    facts = check(path, direct=True).stats.facts
-    assert facts["cache"] == "writeback"
-    assert "O_DIRECT is not possible" in str(facts["cache_note"])
+    details = check(path, direct=True).stats.details
+    assert details["cache"] == "writeback"
+    assert "O_DIRECT is not possible" in str(details["cache_note"])
 
 
 def test_where_every_direct_read_is_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,9 +342,9 @@ def test_where_every_direct_read_is_refused(disk: Path, monkeypatch: pytest.Monk
         return real_preadv(fd, *args)
 
     monkeypatch.setattr(os, "preadv", refuse)
-    facts = check(disk, direct=True).stats.facts
-    assert facts["cache"] == "writeback"
-    assert "cache_note" in facts
+    details = check(disk, direct=True).stats.details
+    assert details["cache"] == "writeback"
+    assert "cache_note" in details
 
 
 def test_where_setting_o_direct_fails(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_where_setting_o_direct_fails(disk: Path, monkeypatch: pytest.MonkeyPatc
         return real_fcntl(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    assert check(disk, direct=True).stats.facts["cache"] == "writeback"
+    assert check(disk, direct=True).stats.details["cache"] == "writeback"
 
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 512, 4095, 4097, 65_537, 300_000])
