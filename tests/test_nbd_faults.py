@@ -612,6 +612,17 @@ def test_a_flood_of_replies_about_extents(short_path: Path, imgsum: Imgsum, answ
     assert peak < 64 * MIB
 
 
+def test_many_extents_are_no_flood(short_path: Path) -> None:
+    """All replies about extents together may be larger than one may be."""
+
+    def answer(client: Client, cookie: int, offset: int, length: int) -> None:
+        pairs = struct.pack(">II", 16, ZERO | HOLE) * (length // 16)
+        client.chunk(cookie, fakenbd.STATUS, struct.pack(">I", 1) + pairs)
+
+    with FakeNbd(short_path, bytes(32 * MIB), on_status=answer, tcp=True) as server:
+        assert export(server.uri) == reference.blkhash(bytes(32 * MIB))
+
+
 @pytest.mark.parametrize("answer", [endless_errors, slow_data])
 def test_a_signal_during_a_flood(short_path: Path, imgsum: Imgsum, answer: Answer) -> None:
     begun = threading.Event()

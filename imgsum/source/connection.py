@@ -21,7 +21,7 @@ from typing import Any
 
 from imgsum.errors import FormatError, OpenError, ReadError, os_error_reason
 from imgsum.source import libnbd
-from imgsum.units import MIB
+from imgsum.units import KIB, MIB
 
 ALLOCATION = "base:allocation"
 _READ, _WRITE = 1, 2  # LIBNBD_AIO_DIRECTION_*
@@ -88,6 +88,8 @@ class Connection:
         self._socket: socket.socket | None = None
         """A duplicate of libnbd's socket, which can be shut down while libnbd reads a flood from it."""
         self._cut_reason: str | None = None
+        self._budget = threading.Lock()
+        """Guards _expected. Callbacks come with _lock held."""
         self._max_cpu = math.inf
         """Seconds of CPU time of the connecting thread."""
         self._expected = _MAX_HANDSHAKE_BYTES
@@ -230,8 +232,8 @@ class Connection:
             return 0
 
         target = self._from_buffer(buffer)
-        with self._lock:
-            self._expected += 2 * len(buffer) + 64  # with the headers of its chunks
+        with self._budget:
+            self._expected += 2 * len(buffer) + KIB  # with the headers of its chunks
         try:
             self._perform(lambda: self.handle.aio_pread_structured(target, offset, chunk), target)
         except self._nbd_error as error:
@@ -253,12 +255,16 @@ class Connection:
         None when it does not say: it answers with an error, or not about base:allocation. Raises ReadError when the
         connection is broken.
         """
+        with self._budget:
+            self._expected += 8 * KIB  # an error has at most 4 KiB of text
         answers: list[list[int]] = []
         count = 0
 
         def extents(context: str, at: int, entries: list[int], _error: object) -> int:
             nonlocal count
             count += 1
+            with self._budget:  # 4 bytes a number, and as much again for headers and TLS
+                self._expected += 8 * len(entries)
             if count > _MAX_STATUS_CHUNKS:
                 self._cut(_FLOOD)
             elif context == ALLOCATION and at == offset and not answers:
