@@ -107,13 +107,16 @@ def parse(argv: Sequence[str]) -> Arguments:
         top.parse_known_args(argv[:1])  # -h, -V, and unknown options end here
         raise UsageError(f"unknown command '{argv[0]}'" if argv else "a command is needed" + " (try 'imgsum --help')")
     parser = command_parser(argv[0])
-    words = _group_commands(argv[1:])
+    words = list(argv[1:])
     end = words.index("--") if "--" in words else len(words)
     arguments = Arguments(command=argv[0])
-    _, names = parser.parse_known_args(words[:end], arguments)
+    # What follows `--` is a name, whatever it looks like: a script may pass names there that somebody else chose.
+    _, names = parser.parse_known_args(_group_commands(words[:end]), arguments)
     for name in names:
         if name.startswith("-") and name != "-":
             parser.error(f"unknown option '{name}'")
+        if isinstance(name, Command) and getattr(arguments, "untrusted", False):
+            parser.error(f"--untrusted runs no command: '{name}'")
     arguments.names = names + words[end + 1 :]
     return arguments
 
@@ -130,7 +133,7 @@ def _group_commands(words: Sequence[str]) -> list[str]:
                     break
                 inside.append(argument)
             else:
-                raise UsageError("'[' without ']'")
+                raise UsageError("'[' without ']' (what follows '--' is never part of a command)")
             if not inside:
                 raise UsageError("no command between '[' and ']'")
             from imgsum.source import command_name  # not for --version

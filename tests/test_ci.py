@@ -198,6 +198,13 @@ def test_names_stay_names(action: Callable[..., Job], workspace: Path) -> None:
     assert not [line for line in job.log.splitlines() if line.startswith("::") and "title=imgsum" not in line]
 
 
+@pytest.mark.parametrize("inputs", [{}, {"untrusted": "true", "format": "raw"}, {"sums": "SUMS"}])
+def test_images_are_never_run(inputs: dict[str, str], action: Callable[..., Job], workspace: Path) -> None:
+    job = action(images="[\ntouch\nRAN\n]", **inputs)
+    assert (job.status, job.outputs["status"]) == (2, "2")
+    assert not (workspace / "RAN").exists()
+
+
 def test_every_end_of_a_line_but_newline_is_part_of_a_name(action: Callable[..., Job], workspace: Path) -> None:
     names = [f"a{end}b" for end in "\u2028\u2029\x85\x0b\x0c\x1c"]
     for name in names:

@@ -390,3 +390,44 @@ def test_too_few_descriptors(here: Path, imgsum: Imgsum) -> None:
     assert all(line.startswith(SUM_A) for line in good)
     assert all(line.endswith("too many open files") for line in bad)
     assert result.status == (2 if bad else 0)
+
+
+# --- words that must never be run -----------------------------------------------------------------------------------
+
+TOUCH = ["[", "touch", "RAN", "]"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["checksum", "--", *TOUCH],
+        ["checksum", "-q", "--", "disk.raw", *TOUCH],
+        ["compare", "--", *TOUCH, "disk.raw"],
+        ["compare", "--", "disk.raw", *TOUCH],
+        ["check", "--", *TOUCH],
+        ["checksum", "[", "--", "touch", "RAN", "]"],
+        ["checksum", "[", "touch", "--", "RAN", "]"],
+        ["checksum", "[", "touch", "RAN", "--", "]"],
+        ["checksum", "--untrusted", "-f", "raw", *TOUCH],
+        ["checksum", *TOUCH, "--untrusted", "-f", "raw"],
+        ["checksum", "--untrusted", "-f", "raw", "--", *TOUCH],
+        ["compare", "--untrusted", "-f", "raw", "-F", "raw", "disk.raw", *TOUCH],
+        ["check", "--untrusted", "-f", "raw", *TOUCH],
+    ],
+)
+def test_names_are_never_run(args: list[str], disk: str, here: Path, imgsum: Imgsum) -> None:
+    assert imgsum(*args).status == 2
+    assert not (here / "RAN").exists()
+
+
+def test_a_sums_file_never_runs_a_command(disk: str, here: Path, imgsum: Imgsum) -> None:
+    name = "[ touch RAN ]"
+    (here / "SUMS").write_text(f"{SUM_A}  {name}\nBLKHASH-SHA256 ({name}) = {SUM_A}\n")
+    assert imgsum("check", "SUMS").status == 2
+    assert not (here / "RAN").exists()
+
+
+def test_brackets_after_two_dashes_are_names(here: Path, imgsum: Imgsum) -> None:
+    for name in ("[", "]"):
+        (here / name).write_bytes(b"A" * 512)
+    assert imgsum("checksum", "--", "[", "]").text == f"{SUM_A}  [\n{SUM_A}  ]\n"

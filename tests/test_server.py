@@ -41,7 +41,7 @@ def test_nbdkit(image: Image, imgsum: Imgsum) -> None:
     find_tool("nbdkit")
     words = ["nbdkit", "-r", "file", str(image(SPEC))]
     assert checksum(words).hexdigest == EXPECTED
-    result = imgsum("checksum", "--", "[", *words, "]")
+    result = imgsum("checksum", "[", *words, "]")
     assert (result.text, result.errors, result.status) == (f"{EXPECTED}  [ {' '.join(words)} ]\n", "", 0)
 
 
@@ -68,7 +68,7 @@ def test_a_server_that_says_a_lot(image: Image) -> None:
 def test_standard_output_is_not_the_servers(image: Image, imgsum: Imgsum) -> None:
     nbdkit = find_tool("nbdkit")
     script = f"echo to stdout; cat; exec '{nbdkit}' file '{image(SPEC)}'"
-    result = imgsum("checksum", "--", "[", "sh", "-c", script, "]", stdin=b"not for the server")
+    result = imgsum("checksum", "[", "sh", "-c", script, "]", stdin=b"not for the server")
     assert result.text == f"{EXPECTED}  [ sh -c {script} ]\n"
     assert (result.errors, result.status) == ("", 0)
 
@@ -85,7 +85,7 @@ def test_standard_output_is_not_the_servers(image: Image, imgsum: Imgsum) -> Non
     ],
 )
 def test_commands_that_fail(imgsum: Imgsum, words: list[str], reason: str) -> None:
-    result = imgsum("checksum", "--", "[", *words, "]")
+    result = imgsum("checksum", "[", *words, "]")
     assert (result.status, result.text) == (2, "")
     assert result.errors.startswith(f"imgsum: [ {' '.join(words)} ]: {reason}")
     assert result.errors.count("\n") == 1
@@ -119,7 +119,7 @@ IN_A_SHELL = ["sh", "-c", "trap '' TERM; nbdkit -f null & exec " + " ".join(SLOW
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_ends_with_us(imgsum: Imgsum, words: list[str], number: int) -> None:
     """With what it has started itself. finish() asserts that no process, socket or directory is left."""
-    running = imgsum.start("checksum", "--", "[", *words, "]")
+    running = imgsum.start("checksum", "[", *words, "]")
     wait_until(lambda: serving(running))
     running.signal(number)
     result = running.finish()
@@ -127,7 +127,7 @@ def test_the_server_ends_with_us(imgsum: Imgsum, words: list[str], number: int) 
 
 
 def test_the_server_is_killed(imgsum: Imgsum) -> None:
-    running = imgsum.start("checksum", "--", "[", *SLOW, "]")
+    running = imgsum.start("checksum", "[", *SLOW, "]")
     wait_until(lambda: serving(running))
     os.kill(serving(running), signal.SIGKILL)
     result = running.finish()
@@ -138,7 +138,7 @@ def test_the_server_is_killed(imgsum: Imgsum) -> None:
 
 def test_many_servers_one_after_the_other(image: Image, imgsum: Imgsum, no_leak: None) -> None:
     words = ["[", "nbdkit", "file", str(image(SPEC)), "]"]
-    result = imgsum("checksum", "--", *words * 10)
+    result = imgsum("checksum", *words * 10)
     assert result.text.count(EXPECTED) == 10
     for _ in range(10):
         assert checksum(words[1:-1]).size == reference.size(SPEC) <= 6 * MIB
@@ -188,7 +188,7 @@ def test_sigchld_is_ignored(image: Image, imgsum: Imgsum) -> None:
     words = ["[", "nbdkit", "file", str(image(SPEC)), "]"]
     # finish() asserts that no process is left.
     imgsum.command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", *imgsum.command]
-    result = imgsum("checksum", "-q", "--", *words, "[", "false", "]", str(image("1m:A")))
+    result = imgsum("checksum", "-q", *words, "[", "false", "]", str(image("1m:A")))
     assert [line.split()[0] for line in result.text.splitlines()] == [EXPECTED, reference.blkhash(b"A" * MIB)]
     assert "false: ended without serving anything" in result.errors
 
@@ -197,7 +197,7 @@ def test_no_zombie_is_left_to_pid_1(image: Image) -> None:
     """In a container PID 1 often reaps nothing."""
     code = (
         "import os, subprocess, sys\n"
-        "subprocess.run([sys.executable, '-m', 'imgsum', 'checksum', '-q', '--', *sys.argv[1:]], check=True)\n"
+        "subprocess.run([sys.executable, '-m', 'imgsum', 'checksum', '-q', *sys.argv[1:]], check=True)\n"
         "print([pid for pid in os.listdir('/proc') if pid.isdigit()])"
     )
     words = ["[", "nbdkit", "file", str(image(SPEC)), "]"]

@@ -152,6 +152,8 @@ def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
     if not isinstance(image, str):
         from imgsum.source.qemu import open_command
 
+        if options.untrusted:
+            raise RefusedError("is a command, and --untrusted runs none")
         return open_command(image, options)
     if is_nbd_uri(image):
         from imgsum.source.nbd import open_nbd
