@@ -7,6 +7,7 @@ status is imgsum's.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import subprocess
@@ -34,6 +35,23 @@ def main() -> int:
         return fail(f"what imgsum printed is not JSON: {error}")
 
 
+def guarded_main() -> int:
+    """As main(). A trouble of the gate's own, a full disk for example, is never status 1, which is a difference."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BaseException as error:  # a signal's too: Python would print a traceback
+        with contextlib.suppress(Exception):
+            message = f"the gate failed: {type(error).__name__}: {error}"
+            os.write(2, f"{message}\n".encode(errors="backslashreplace"))
+            annotate(message)
+            output(status=str(TROUBLE), verified="0")
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(TROUBLE)  # what can't be flushed would make it status 120
+    return status
+
+
 def check(sums: list[str], images: list[str], options: list[str]) -> int:
     """Verify what SUMS list, and that IMAGES are among it."""
     verdicts, status = run(["check", *options, "--", *sums])
@@ -50,7 +68,9 @@ def check(sums: list[str], images: list[str], options: list[str]) -> int:
         remark = verdict.get("error") or verdict.get("reason") or ""
         rows.append([code(name_of(verdict)), WORDS.get(verdict["status"], verdict["status"]), html_text(remark)])
         if verdict["status"] != "ok":
-            annotate(f"{name_of(verdict)}: {remark or 'the content is not what the sums file says'}")
+            # Of a mismatch only what is certain; hints are in the summary.
+            differs = verdict["status"] == "mismatch"
+            annotate(f"{name_of(verdict)}: {'the content is not what the sums file says' if differs else remark}")
     summarize(f"{verified} of {len(verdicts)} verified", ["image", "verdict", ""], rows)
     output(status=str(status), verified=str(verified))
     return status
@@ -135,7 +155,8 @@ def annotate(message: str) -> None:
     """An annotation of the job. GitHub's escapes keep a name from becoming a command of the log's."""
     for char, escape in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         message = message.replace(char, escape)
-    print(f"::error title=imgsum::{message}", flush=True)
+    sys.stdout.buffer.write(f"::error title=imgsum::{message}\n".encode(errors="backslashreplace"))  # in any locale
+    sys.stdout.flush()
 
 
 def summarize(title: str, header: list[str], rows: list[list[str]]) -> None:
@@ -183,4 +204,4 @@ def append(variable: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded_main())

@@ -7,6 +7,7 @@ success by accident: what could not be verified has a verdict that says so, in t
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -17,13 +18,17 @@ from imgsum.blkhash import Construction
 from imgsum.engine.checksum import Checksum, Task, checksum_tasks
 from imgsum.engine.content import Progress
 from imgsum.errors import Error, MismatchError, OpenError, RefusedError, os_error_reason
-from imgsum.source import OpenOptions, is_nbd_uri, is_stream
+from imgsum.source import OpenOptions, is_nbd_uri, is_stream, probe
 from imgsum.source.stream import stream_descriptor
-from imgsum.sums import Line, MalformedError, parse_line, read_lines
+from imgsum.sums import CHUNK, Line, MalformedError, parse_line, read_lines, tool_of
+from imgsum.units import MIB
 
-_PATIENCE = 1000
+_MAX_MALFORMED = 1000
 """Malformed lines, and no other, after which a file is given up: an image that was named by mistake, 200 MB of random
 bytes, has 780,000 of them, and to report them all took 20 s."""
+
+_COST_OF_LONG = 100
+"""Malformed lines that one which is too long counts for: up to LONGEST_SKIP bytes were read to find its end."""
 
 OK, MISMATCH, ERROR, MISSING, MALFORMED = "ok", "mismatch", "error", "missing", "malformed"
 
@@ -42,7 +47,9 @@ class Verdict(NamedTuple):
     checksum: Checksum | None
     """What was computed, if anything was."""
     error: Error | None
-    """What more there is to say; always there with `error` and `malformed`."""
+    """What more there is to say; always there with `error`, `malformed` and `mismatch`."""
+    note: str | None = None
+    """What a user may want to know, though it changes nothing."""
 
 
 class Tally(NamedTuple):
@@ -114,15 +121,17 @@ def check_sums(
     relative_to_sums: bool = False,
     ignore_missing: bool = False,
     ignore_malformed: bool = False,
+    hints: bool = True,
     progress: Progress | None = None,
 ) -> Generator[Verdict, None, None]:
     """A verdict for each line of the file SUMS (`-`: standard input), in order. All images share one pool.
 
     HOW: what plain lines are. ZERO: lines end with NUL, and nothing is escaped. IGNORE_MALFORMED: don't give up where
-    line after line is malformed.
+    line after line is malformed. HINTS: find out whether a sum that does not match is of the file.
     """
     directory = os.path.dirname(sums) if relative_to_sums and sums != "-" else ""
     waiting: deque[_Entry] = deque()
+    told = False  # that a sum is of the file: once is enough
 
     def tasks() -> Iterator[Task]:
         for line in _lines(sums, how, zero, ignore_malformed):
@@ -133,41 +142,86 @@ def check_sums(
     results = checksum_tasks(tasks(), options, progress=progress)
     try:
         for result in results:
-            yield _verdict(waiting.popleft(), sums, result)
+            verdict = _verdict(waiting.popleft(), sums, result)
+            if hints and not told and _is_of_the_file(verdict):
+                told = True
+                _explain_sum_of_file(verdict)
+            yield verdict
     finally:
         results.close()
 
 
 def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> Iterator[Line | Error]:
-    """The lines of SUMS that have content, and errors in the place of those that can't be taken."""
-    found = False
-    malformed = 0
+    """The lines of SUMS that have content, and errors in the place of those that can't be taken.
+
+    Errors about single lines only where another line is well formed: else one error about the file takes their place.
+    """
     try:
         fd = 0 if sums == "-" else os.open(sums, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for number, text in read_lines(fd, zero):
-                try:
-                    line = parse_line(number, text, how, zero)
-                except MalformedError as error:
-                    malformed += 1
-                    yield error.about(sums)
-                    if malformed == _PATIENCE and not (found or ignore_malformed):
-                        reason = f"is no file of checksums: its first {malformed} lines are malformed"
-                        yield OpenError(reason, name=sums)
-                        return
-                    continue
-                if line is not None:
-                    found = True
-                    yield line
+            begun = os.read(fd, CHUNK)
+            if probe.detect(begun[: probe.HEAD_SIZE], b"") != "raw":
+                yield OpenError(_is_an_image(sums), name=sums)
+            else:
+                yield from _lines_of_text(sums, fd, begun, how, zero, ignore_malformed)
         finally:
             if fd:
                 os.close(fd)
     except (OSError, ValueError) as error:
         reason = os_error_reason(error) if isinstance(error, OSError) else str(error)
         yield OpenError(reason, name=sums)
-    else:
-        if not found:
-            yield OpenError("no properly formatted checksum lines found", name=sums)
+
+
+def _lines_of_text(
+    sums: str, fd: int, begun: bytes, how: Construction, zero: bool, ignore_malformed: bool
+) -> Iterator[Line | Error]:
+    """As _lines(), of what FD has after BEGUN, its first bytes. Raises OSError."""
+    found = False
+    pending: list[MalformedError] = []  # before the first line that is well formed
+    cost = 0
+    advice: set[str] = set()
+    try:
+        for number, text in read_lines(fd, zero, begun):
+            try:
+                line: Line | Error | None = parse_line(number, text, how, zero)
+            except MalformedError as error:
+                if error.advice and error.advice not in advice:  # said once
+                    advice.add(error.advice)
+                    error.reason += f"; {error.advice}"
+                line = error.about(sums)
+                found = found or error.well_formed
+                cost += 1 if text is not None else _COST_OF_LONG
+                if not found:
+                    pending.append(error)
+                    if cost >= _MAX_MALFORMED:
+                        if not ignore_malformed or (b"\0" in begun and not zero):
+                            break
+                        found = True  # whatever it is, it is to be read to its end
+                    else:
+                        continue
+            if line is not None:
+                found = True
+                yield from (error for error in pending if error is not line)
+                pending.clear()
+                yield line
+    except OpenError as error:
+        if found:
+            yield error.about(sums)
+            return
+    if not found:
+        yield OpenError(_without_lines(sums, fd, begun, pending[0] if pending else None), name=sums)
+
+
+def _without_lines(sums: str, fd: int, begun: bytes, first: MalformedError | None) -> str:
+    """What to say of a file without a line of checksums, whose FIRST malformed line is this one."""
+    if first is None or first.advice or len(begun) < 512 or b"\0" not in begun:
+        return "no properly formatted checksum lines found" + (f" ({first.reason})" if first else "")
+    return _is_an_image(sums)
+
+
+def _is_an_image(sums: str) -> str:
+    name = "-" if sums == "-" else shlex.quote(sums)
+    return f"is a disk image, not a checksum file; did you mean: imgsum checksum {name}"
 
 
 def _entry(
@@ -180,6 +234,8 @@ def _entry(
         path = os.path.join(directory, path)
     missing = ignore_missing and _is_missing(path)
     refusal = OpenError("is missing", name=path) if missing else _refusal(path, sums, options)
+    if line.range is not None:
+        options = options._replace(offset=line.range[0], length=line.range[1])
     return _Entry(line, missing, Task(path, line.how, options, line.size, refusal))
 
 
@@ -217,11 +273,16 @@ def _verdict(entry: _Entry, sums: str, result: Checksum | Error) -> Verdict:
             status = MISSING
         else:
             status = MISMATCH if isinstance(result, MismatchError) else ERROR
+            if status == MISMATCH:
+                result.reason = f"{_DIFFERS}: it {result.reason}"
             _explain_command(line, result)
         return Verdict(status, sums, line.number, line, None, result)
     assert line is not None
     if result.hexdigest == line.hexdigest and line.size in (None, result.size):
-        return Verdict(OK, sums, line.number, line, result, None)
+        note = None
+        if line.format not in (None, result.format):
+            note = f"the format is {result.format}, and the sum was made of {line.format}: the content is the same"
+        return Verdict(OK, sums, line.number, line, result, None, note)
     return Verdict(MISMATCH, sums, line.number, line, result, _explain_mismatch(line, result))
 
 
@@ -231,18 +292,55 @@ def _explain_command(line: Line, error: Error) -> None:
         error.reason += " (a sums file never runs a command)"
 
 
-def _explain_mismatch(line: Line, result: Checksum) -> Error | None:
-    """What may have led to another checksum, or None."""
-    reasons = []
+def _explain_mismatch(line: Line, result: Checksum) -> Error:
+    """That the content differs, and what may have led to that."""
+    reasons = [_DIFFERS]
     if line.size not in (None, result.size):  # a stream's size is known only at its end
-        reasons.append(f"has {result.size} bytes, and the sum is of {line.size} bytes")
-    if not line.tagged and _is_file(result.name):
-        reasons.append("the sum may be of the file, as sha256sum makes it, not of the image's content")
+        reasons.append(f"it has {result.size} bytes, and the sum is of {line.size} bytes")
     if line.size is None and _is_block_device(result.name):
         reasons.append(f"the device has {result.size} bytes: for a smaller image, give its size as --length")
     if result.note:
         reasons.append(result.note)
-    return MismatchError("; ".join(reasons), name=result.name) if reasons else None
+    return MismatchError("; ".join(reasons), name=result.name)
+
+
+def _is_of_the_file(verdict: Verdict) -> bool:
+    """Whether the sum of a plain line that did not match is one of the file's own bytes, as sha256sum makes it.
+
+    Found out by hashing the file, where that takes about as long as its content took: a sparse file may have exabytes.
+    """
+    line, result = verdict.line, verdict.checksum
+    if verdict.status != MISMATCH or line is None or result is None or line.tagged:
+        return False
+    if tool_of(line.how.algorithm.name) is None or not _is_file(result.name):
+        return False
+    try:
+        with open(result.name, "rb", buffering=0, opener=_open_file) as file:
+            if os.fstat(file.fileno()).st_size > result.stats.bytes_read + _SMALL:
+                return False
+            digest = line.how.algorithm.new()
+            while data := file.read(MIB):
+                digest.update(data)
+    except OSError:
+        return False
+    return digest.digest().hex() == line.hexdigest
+
+
+def _open_file(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a FIFO
+
+
+def _explain_sum_of_file(verdict: Verdict) -> None:
+    assert verdict.line is not None
+    assert verdict.error is not None
+    tool = tool_of(verdict.line.how.algorithm.name)
+    verdict.error.reason = (
+        f"the content differs from the sum, which is of the file itself, as {tool} makes it: `{tool} -c` verifies that"
+    )
+
+
+_DIFFERS = "the content differs from what the sum says"
+_SMALL = 16 * MIB  # of a file: a fraction of a second
 
 
 def _is_file(path: str) -> bool:

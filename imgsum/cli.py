@@ -69,6 +69,8 @@ def _checksum(arguments: Arguments) -> int:
 
     how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
     names = arguments.names or ["-"]
+    if not arguments.names:
+        report.note_terminal("the image", arguments)
     status = OK
     watcher = _watcher(arguments, len(names))
     options = _open_options(arguments)
@@ -78,7 +80,8 @@ def _checksum(arguments: Arguments) -> int:
         for result in results:
             if isinstance(result, Checksum):
                 if arguments.json:
-                    report.write(report.checksum_json(result, stats=arguments.stats))
+                    line = report.checksum_json(result, arguments.offset, arguments.length, stats=arguments.stats)
+                    report.write(line)
                 else:
                     line = report.checksum_line(result, tag=arguments.tag, zero=arguments.zero)
                     report.write(line, end="\0" if arguments.zero else "\n")
@@ -131,6 +134,11 @@ def _algorithms(arguments: Arguments) -> int:
         remark = "" if algorithm.cryptographic else "  not cryptographic: finds accidents, not attacks"
         default = "  (default)" if algorithm.name == digest.DEFAULT else ""
         report.write(f"{algorithm.name:<12} {8 * algorithm.digest_size:4d} bits{default}{remark}")
+    for name, reason in digest.not_installed():
+        if arguments.json:
+            report.write(report.to_json({"schema": report.SCHEMA, "algorithm": name, "error": reason}))
+        else:
+            report.write(f"{name:<12} {reason}")
     return OK
 
 

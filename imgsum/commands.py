@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from imgsum import blkhash, checking, report
 from imgsum.blkhash import Construction
@@ -11,12 +11,15 @@ from imgsum.engine.compare import Pair
 from imgsum.engine.content import Progress
 from imgsum.errors import DIFFERENT, OK, TROUBLE, Error, UsageError, printable
 from imgsum.options import Arguments
+from imgsum.report import LineWriter
 from imgsum.source import OpenOptions
 
 
 def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Progress | None]) -> int:
     """Verify what each sums file lists. The status is the worst of theirs."""
     names = arguments.names or ["-"]
+    if not arguments.names:
+        report.note_terminal("checksum lines", arguments)
     for name in names:
         if hasattr(name, "words"):
             raise UsageError(f"check reads files of checksums, not a command: '{printable(name)}'")
@@ -50,6 +53,7 @@ def _check_file(sums: str, arguments: Arguments, options: OpenOptions, watcher: 
         relative_to_sums=arguments.relative_to_sums,
         ignore_missing=arguments.ignore_missing,
         ignore_malformed=arguments.ignore_malformed,
+        hints=not (arguments.quiet or arguments.status),
         progress=watcher,
     )
     try:
@@ -81,6 +85,8 @@ def _print_verdict(verdict: Verdict, arguments: Arguments) -> None:
         report.warn(f"{printable(verdict.checksum.name)}: {report.stats_text(verdict.checksum.stats)}")
     if verdict.error is not None and _is_told(verdict.status, arguments):
         report.warn(str(verdict.error))
+    if verdict.note is not None and not (arguments.status or arguments.quiet):
+        report.warn(f"{printable(verdict.line.name) if verdict.line else verdict.sums}: {verdict.note}")
 
 
 def _is_told(status: str, arguments: Arguments) -> bool:
@@ -129,18 +135,20 @@ def _list_ranges(pair: Pair, arguments: Arguments, watcher: Progress | None) -> 
     """Print every range that differs, as it is found, and then the verdict. Whether there is none."""
     count = size = 0
     offset = None
-
-    def lines() -> Iterator[str]:
-        nonlocal count, size, offset
-        for start, length in pair.differences(strict=arguments.strict, progress=watcher):
+    lines = report.LineWriter()
+    try:
+        for start, length in pair.differences(strict=arguments.strict, progress=_Flusher(lines, watcher)):
             offset = start if offset is None else offset
             count, size = count + 1, size + length
             if arguments.json:
-                yield report.range_json(start, length)
+                lines.add(report.range_json(start, length))
             else:
-                yield f"differs: offset {start}, {length} bytes"
-
-    report.write_lines(lines())
+                lines.add(f"differs: offset {start}, {length} bytes")
+    except Error as error:  # not a signal's: nobody may be reading
+        if not isinstance(error, report.OutputError):
+            lines.flush()
+        raise
+    lines.flush()
     pair.check_unchanged()
     if not count:
         _print_result(pair, arguments, "images are identical", identical=True)
@@ -148,6 +156,30 @@ def _list_ranges(pair: Pair, arguments: Arguments, watcher: Progress | None) -> 
     text = f"images differ in {count} range{'s' * (count > 1)}, {size} bytes"
     _print_result(pair, arguments, text, identical=False, offset=offset, ranges=count, bytes=size)
     return False
+
+
+class _Flusher:
+    """A Progress that writes what is known whenever a piece of the content is done, and tells another one."""
+
+    def __init__(self, lines: LineWriter, progress: Progress | None) -> None:
+        self._lines = lines
+        self._progress = progress
+
+    def begin(self, name: str, size: int | None) -> None:
+        """See Progress."""
+        if self._progress:
+            self._progress.begin(name, size)
+
+    def advance(self, done: int) -> None:
+        """See Progress."""
+        self._lines.flush()
+        if self._progress:
+            self._progress.advance(done)
+
+    def end(self) -> None:
+        """See Progress."""
+        if self._progress:
+            self._progress.end()
 
 
 def _print_result(pair: Pair, arguments: Arguments, text: str, **verdict: object) -> None:

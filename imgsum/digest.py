@@ -33,6 +33,10 @@ class Algorithm(NamedTuple):
     """new() or new(data)."""
 
 
+class NotInstalledError(UsageError):
+    """The algorithm's package is not installed."""
+
+
 DEFAULT = "sha256"
 NOT_CRYPTOGRAPHIC = ("xxh3-128", "xxh3-64", "xxh64")
 
@@ -49,17 +53,21 @@ def canonical(name: str) -> str:
 
 @lru_cache(maxsize=64)  # the same object each time, as blkhash.zero_digest() keeps what it made for one
 def load(name: str) -> Algorithm:
-    """The algorithm called NAME, in any spelling. Raises UsageError."""
+    """The algorithm called NAME, in any spelling. Raises UsageError; NotInstalledError where a package is missing."""
     name = canonical(name)
-    if name == "blake3":
-        from blake3 import blake3
+    try:
+        if name == "blake3":
+            from blake3 import blake3
 
-        return Algorithm(name, 32, True, cast("Callable[..., Hash]", blake3))
-    if name in NOT_CRYPTOGRAPHIC:
-        import xxhash
+            return Algorithm(name, 32, True, cast("Callable[..., Hash]", blake3))
+        if name in NOT_CRYPTOGRAPHIC:
+            import xxhash
 
-        new = {"xxh3-128": xxhash.xxh3_128, "xxh3-64": xxhash.xxh3_64, "xxh64": xxhash.xxh64}[name]
-        return Algorithm(name, new().digest_size, False, new)
+            new = {"xxh3-128": xxhash.xxh3_128, "xxh3-64": xxhash.xxh3_64, "xxh64": xxhash.xxh64}[name]
+            return Algorithm(name, new().digest_size, False, new)
+    except ImportError:
+        package = "blake3" if name == "blake3" else "xxhash"
+        raise NotInstalledError(f"{name} needs a package that is not installed: pip install {package}") from None
     return _load_hashlib(name)
 
 
@@ -112,4 +120,16 @@ def available() -> list[Algorithm]:
             found[name] = load(name)
         except UsageError:
             continue
-    return [*found.values(), *map(load, NOT_CRYPTOGRAPHIC)]
+    absent = [name for name, _ in not_installed()]
+    return [*found.values(), *(load(name) for name in NOT_CRYPTOGRAPHIC if name not in absent)]
+
+
+def not_installed() -> list[tuple[str, str]]:
+    """The algorithms whose package is not installed, each with what to do about it."""
+    found = []
+    for name in ("blake3", *NOT_CRYPTOGRAPHIC):
+        try:
+            load(name)
+        except NotInstalledError as error:
+            found.append((name, error.reason.removeprefix(f"{name} ")))
+    return found

@@ -71,13 +71,32 @@ class Arguments(argparse.Namespace):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(f"{message} (try '{self.prog} --help')")
+        raise UsageError(f"{_plain_english(message)} (try '{self.prog} --help')")
 
     def _print_message(self, message: str, file: object = None) -> None:
         """Help and the version: written as results are, so that a full disk is an error for them too."""
         from imgsum import report
 
         report.write(message, end="")
+
+
+_PLAIN_ENGLISH = (
+    (r"argument (\S+): expected one argument", r"\1 needs a value"),
+    (r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value, and was given \2"),
+    (r"argument (\S+): not allowed with argument (\S+)", r"\1 and \2 exclude each other"),
+    (r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", r"\1 can't be \2, only one of: \3"),
+    (r"argument (\S+): (.*)", r"\1: \2"),
+)
+"""What argparse says, and what is said instead."""
+
+
+def _plain_english(message: str) -> str:
+    import re  # only for errors
+
+    for theirs, ours in _PLAIN_ENGLISH:
+        if match := re.fullmatch(theirs, message, re.DOTALL):
+            return match.expand(ours)
+    return message
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -102,10 +121,11 @@ def _columns() -> int:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """The arguments ARGV, without the program's name. Raises UsageError; -h and -V print and raise SystemExit."""
+    if argv and argv[0] == "help":
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] not in COMMANDS:
-        top = top_parser()
-        top.parse_known_args(argv[:1])  # -h, -V, and unknown options end here
-        raise UsageError(f"unknown command '{argv[0]}'" if argv else "a command is needed" + " (try 'imgsum --help')")
+        top_parser().parse_known_args(argv[:1])  # -h and -V end here
+        raise UsageError(f"{_what_was_meant(argv)} (try 'imgsum --help')")
     parser = command_parser(argv[0])
     words = list(argv[1:])
     end = words.index("--") if "--" in words else len(words)
@@ -119,6 +139,32 @@ def parse(argv: Sequence[str]) -> Arguments:
             parser.error(f"--untrusted runs no command: '{name}'")
     arguments.names = names + words[end + 1 :]
     return arguments
+
+
+_OTHER_NAMES = {"-c": "check", "--check": "check", "verify": "check", "diff": "compare", "cmp": "compare"}
+"""What other tools call a command of ours."""
+
+
+def _what_was_meant(argv: Sequence[str]) -> str:
+    """What to say of words that don't begin with a command, and what may have been meant."""
+    if not argv:
+        return "a command is needed"
+    import difflib
+    import shlex
+
+    from imgsum.source import FORMATS, is_nbd_uri
+
+    word, rest = argv[0], [shlex.quote(word) for word in argv[1:5]]
+    if len(argv) > 5:
+        rest.append("...")
+    near = [_OTHER_NAMES[word]] if word in _OTHER_NAMES else difflib.get_close_matches(word, COMMANDS, 1)
+    is_image = os.path.lexists(word) or is_nbd_uri(word) or word == "["
+    if is_image or word.lower().endswith((".img", ".iso", *(f".{name}" for name in FORMATS))):
+        near, rest = ["checksum"], [shlex.quote(word) if word != "[" else word, *rest]
+    elif not near and word.startswith("-"):
+        return f"a command is needed before option '{word}'"
+    meant = f": did you mean 'imgsum {' '.join([near[0], *rest])}'?" if near else ""
+    return f"unknown command '{word}'{meant}"
 
 
 def _group_commands(words: Sequence[str]) -> list[str]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import stat
 
 from imgsum.errors import Error, printable
 from imgsum.units import GIB, KIB, MIB, format_size
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from imgsum.checking import Tally, Verdict
     from imgsum.engine.checksum import Checksum
     from imgsum.engine.compare import Pair
     from imgsum.engine.content import Stats
+    from imgsum.options import Arguments
 
 SCHEMA = 1
+
+_PIPE_BUF = 4096  # as select.PIPE_BUF, whose import costs a library
 
 
 class OutputError(Error):
@@ -27,8 +28,12 @@ class OutputError(Error):
 
 def write(line: str, end: str = "\n") -> None:
     """LINE on standard output, now, with names as the bytes that they are. Raises OutputError, BrokenPipeError."""
+    _write_out(os.fsencode(line + end))
+
+
+def _write_out(text: bytes) -> None:
     try:
-        _write_all(1, os.fsencode(line + end))
+        _write_all(1, text)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -36,36 +41,62 @@ def write(line: str, end: str = "\n") -> None:
 
 
 def _write_all(fd: int, text: bytes) -> None:
-    data = memoryview(text)
-    while data:
+    done = 0
+    while done < len(text):
         try:
-            data = data[os.write(fd, data) :]
+            done += os.write(fd, memoryview(text)[done:])
         except BlockingIOError:  # a pipe or terminal that somebody who shares it made non-blocking, and it is full
             import select
 
             select.select([], [fd], [])
+        except OSError:
+            _cut_off(fd, done - (text.rfind(b"\n", 0, done) + 1))
+            raise
 
 
-def write_lines(lines: Iterable[str]) -> None:
-    """LINES as write() does, but many at once when they come fast: a write for each of 26 million takes 100 s."""
-    pending: list[str] = []
-    written = 0.0
-    try:
-        for line in lines:
-            pending.append(line)
-            if len(pending) >= 1000 or time.monotonic() - written > 0.1:
-                write("\n".join(pending))
-                pending.clear()
-                written = time.monotonic()
-    finally:
-        if pending:
-            write("\n".join(pending))
+def _cut_off(fd: int, count: int) -> None:
+    """Remove the last COUNT bytes, part of a line, of the file that FD writes to. Of anything but a file they stay."""
+    with contextlib.suppress(OSError):
+        status = os.fstat(fd)
+        if count and stat.S_ISREG(status.st_mode) and os.lseek(fd, 0, os.SEEK_CUR) == status.st_size:
+            os.ftruncate(fd, status.st_size - count)
+            os.lseek(fd, -count, os.SEEK_CUR)
+
+
+class LineWriter:
+    """Lines on standard output, several in one write: a write for each of 26 million takes 100 s.
+
+    No line is written twice, and none in part, also where a signal's exception or a full disk ends the program: a pipe
+    takes up to PIPE_BUF bytes as a whole or not at all, and what a full file system took of a line is cut off again.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def add(self, line: str) -> None:
+        """LINE, now or with the next flush()."""
+        data = os.fsencode(line) + b"\n"
+        if len(self._pending) + len(data) > _PIPE_BUF:
+            self.flush()
+        self._pending += data
+
+    def flush(self) -> None:
+        """Write what waits. Raises OutputError, BrokenPipeError."""
+        data, self._pending = self._pending, b""  # an exception in the middle of write() must not lead to another one
+        if data:
+            _write_out(data)
 
 
 def warn(text: str) -> None:
     """`imgsum: TEXT` on standard error. Where nobody can be told, the exit status has to do."""
     with contextlib.suppress(OSError):
         _write_all(2, f"imgsum: {text}\n".encode("utf-8", "backslashreplace"))
+
+
+def note_terminal(what: str, arguments: Arguments) -> None:
+    """Say that WHAT is read from standard input, where that is a terminal and somebody may wait for nothing."""
+    if os.isatty(0) and not arguments.quiet:
+        warn(f"reading {what} from standard input, as no name was given (Ctrl-D ends it, Ctrl-C gives up)")
 
 
 def checksum_line(result: Checksum, *, tag: bool = False, zero: bool = False) -> str:
@@ -96,8 +127,8 @@ def escape(name: str) -> str:
     return name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
 
 
-def checksum_json(result: Checksum, stats: bool = False) -> str:
-    """RESULT as one JSON object."""
+def checksum_json(result: Checksum, offset: int = 0, length: int | None = None, *, stats: bool = False) -> str:
+    """RESULT as one JSON object. OFFSET, LENGTH: the range of the content that was asked for; no keys for all of it."""
     record: dict[str, object] = {
         "schema": SCHEMA,
         **name_record(result.name),
@@ -109,6 +140,10 @@ def checksum_json(result: Checksum, stats: bool = False) -> str:
     }
     if result.construction != "blkhash":
         record["construction"] = result.construction
+    if offset or length is not None:
+        record["offset"] = offset
+    if length is not None:
+        record["length"] = length
     if stats:
         record["stats"] = stats_record(result.stats)
     return to_json(record)
@@ -148,12 +183,18 @@ def verdict_json(verdict: Verdict, stats: bool = False) -> str:
         record |= {"algorithm": line.how.algorithm.name, "block_size": line.how.block_size}
         if line.how.name != "blkhash":
             record["construction"] = line.how.name
+        if line.range is not None:
+            record["offset"], length = line.range
+            if length is not None:
+                record["length"] = length
     if result is not None:
         record |= {"checksum": result.hexdigest, "size": result.size, "format": result.format}
         if stats:
             record["stats"] = stats_record(result.stats)
     if verdict.error is not None and verdict.status != "missing":
         record["reason" if verdict.status == "mismatch" else "error"] = error_text(verdict.error)
+    if verdict.note is not None:
+        record["note"] = verdict.note
     return to_json(record)
 
 
@@ -197,10 +238,10 @@ def name_record(name: str) -> dict[str, object]:
 
 
 def to_json(record: dict[str, object]) -> str:
-    """RECORD on one line."""
+    """RECORD on one line, in ASCII: JSON is UTF-8, and the locale's encoding may be another."""
     import json  # 6 ms, so only for those who ask for it
 
-    return json.dumps(record, ensure_ascii=False)
+    return json.dumps(record)
 
 
 def stats_record(stats: Stats) -> dict[str, object]:

@@ -14,13 +14,17 @@ from typing import NamedTuple, TypeVar
 
 from imgsum import blkhash
 from imgsum.blkhash import Construction
-from imgsum.errors import Error, UsageError, printable
-from imgsum.units import KIB, parse_power_of_two
+from imgsum.digest import NotInstalledError
+from imgsum.errors import Error, OpenError, UsageError, printable
+from imgsum.units import KIB, MAX_SIZE, MIB, parse_power_of_two
 
 LONGEST_LINE = 64 * KIB
 """Bytes. A path is at most 4 KiB; whatever is longer is not held in memory."""
 
-_CHUNK = 64 * KIB
+LONGEST_SKIP = 64 * MIB
+"""Bytes without the end of a line after which reading ends: a sparse disk image would take for ever."""
+
+CHUNK = 64 * KIB
 _BLANK = b" \t"
 _TAGGED = re.compile(rb"([A-Za-z][A-Za-z0-9_./-]*) ?\((.*)\) ?= ?([0-9A-Fa-f]+)", re.DOTALL)
 _PLAIN = re.compile(rb"([0-9A-Fa-f]+) [ *]?+(.+)", re.DOTALL)
@@ -33,6 +37,10 @@ class MalformedError(Error):
 
     number = 0
     """The line's, from 1."""
+    well_formed = False
+    """The line is well formed, only its algorithm is not installed."""
+    advice = ""
+    """What to do about it: worth saying once for a file."""
 
 
 class Line(NamedTuple):
@@ -49,17 +57,24 @@ class Line(NamedTuple):
     """The line itself says what kind of sum it is."""
     size: int | None = None
     format: str | None = None
+    range: tuple[int, int | None] | None = None
+    """Offset and length (None: to the end), in bytes of the content, of what the sum is of; None: it doesn't say."""
 
 
-def read_lines(fd: int, zero: bool) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of descriptor FD, numbered from 1, without their ends: newline, or NUL when ZERO.
+def read_lines(fd: int, zero: bool, begun: bytes = b"") -> Iterator[tuple[int, bytes | None]]:
+    """The lines of BEGUN, which was read already, and descriptor FD, numbered from 1, without their ends.
 
-    None stands for a line that is longer than LONGEST_LINE. At most that much is held. Raises OSError.
+    A line ends with a newline, or with NUL when ZERO. None stands for one that is longer than LONGEST_LINE. At most
+    that much is held. Raises OSError, and OpenError after LONGEST_SKIP bytes without an end of a line.
     """
     end = b"\0" if zero else b"\n"
-    number, pending, too_long = 1, b"", False
-    while chunk := os.read(fd, _CHUNK):
+    number, pending, too_long, skipped = 1, b"", False, 0
+    chunk = begun
+    while chunk or (chunk := os.read(fd, CHUNK)):
         *whole, rest = chunk.split(end)
+        skipped = 0 if whole else skipped + len(chunk)
+        if skipped > LONGEST_SKIP:
+            raise OpenError(f"line {number} has no end within {LONGEST_SKIP} bytes: reading ends there")
         for part in whole:
             line = pending + part
             yield number, None if too_long or len(line) > LONGEST_LINE else line
@@ -67,6 +82,7 @@ def read_lines(fd: int, zero: bool) -> Iterator[tuple[int, bytes | None]]:
         pending += rest
         if len(pending) > LONGEST_LINE:
             pending, too_long = b"", True
+        chunk = b""
     if pending or too_long:  # 1.2: the last line may lack its end
         yield number, None if too_long else pending
 
@@ -78,6 +94,8 @@ def parse_line(number: int, line: bytes | None, default: Construction, zero: boo
     except (MalformedError, UsageError) as error:
         malformed = MalformedError(f"line {number}: {error.reason}")
         malformed.number = number
+        malformed.well_formed = isinstance(error, NotInstalledError)
+        malformed.advice = getattr(error, "advice", "")
         raise malformed from None
 
 
@@ -85,13 +103,13 @@ def _parse(number: int, line: bytes | None, default: Construction, zero: bool) -
     if line is None:
         raise MalformedError(f"line is longer than {LONGEST_LINE} bytes")
     if number == 1:
-        if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise MalformedError("text is UTF-16; it must be UTF-8")
+        if line.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf_16(line):
+            raise _malformed("text is UTF-16; it must be UTF-8", "`iconv -f UTF-16 -t UTF-8` converts it")
         line = line.removeprefix(b"\xef\xbb\xbf")  # 1.3
     if not zero:
         line = line.removesuffix(b"\r")  # 1.1
     if b"\0" in line:
-        raise MalformedError("line has a NUL in it (UTF-16 text, or for -z?)")
+        raise _malformed("line has a NUL in it", _advice_on_nul(number, line, default))
     line = line.lstrip(_BLANK)
     if not line or line.startswith(b"#"):  # 2
         return None
@@ -107,10 +125,60 @@ def _parse(number: int, line: bytes | None, default: Construction, zero: bool) -
         tag, name, hexdigest = match.groups()
         how, tagged = _tagged_construction(tag.decode()), True
     else:
-        raise MalformedError("not a line of checksums")
+        raise _malformed("not a line of checksums", _advice_on_digest(line))
     if escaped:
         name = _ESCAPED.sub(_unescape, name)
     return Line(number, _decode(name), _checked(hexdigest.decode(), how), how, tagged)
+
+
+def _malformed(reason: str, advice: str) -> MalformedError:
+    error = MalformedError(reason)
+    error.advice = advice
+    return error
+
+
+_TOOLS = {
+    **{name: f"{name}sum" for name in ("md5", "sha1", "sha224", "sha256", "sha384", "sha512")},
+    "blake2b": "b2sum",
+    "blake3": "b3sum",
+}
+_BY_LENGTH = {32: "md5", 40: "sha1", 56: "sha224", 64: "sha256", 96: "sha384", 128: "sha512"}
+
+
+def tool_of(algorithm: str) -> str | None:
+    """The program that makes and verifies ALGORITHM's sums of files, as sha256sum does."""
+    return _TOOLS.get(algorithm)
+
+
+def _advice_on_length(digits: int) -> str:
+    name = _BY_LENGTH.get(digits)
+    if name is None:
+        return ""
+    return f"for the sum of a file use `{tool_of(name)} -c`, for that of an image's content say -a {name}"
+
+
+def _advice_on_digest(line: bytes) -> str:
+    """What to do where LINE is a digest without a name."""
+    if re.fullmatch(rb"[0-9A-Fa-f]{16,128}[ \t]*", line):
+        return "it is a digest without a name: `echo 'DIGEST  NAME' | imgsum check`"
+    return ""
+
+
+def _advice_on_nul(number: int, line: bytes, default: Construction) -> str:
+    """What to do where LINE has a NUL: -z, if what comes before it is a line."""
+    try:
+        return "-z reads lines that end with NUL" if _parse(number, line.split(b"\0")[0], default, True) else ""
+    except (MalformedError, UsageError):
+        return ""
+
+
+def _is_utf_16(line: bytes) -> bool:
+    """Whether LINE is ASCII in UTF-16 without a byte order mark: every second byte is NUL, and no other."""
+    for first in (0, 1):
+        text, nuls = line[first::2], line[1 - first :: 2]
+        if len(nuls) > 4 and not any(nuls) and text.isascii() and b"\0" not in text:
+            return True
+    return False
 
 
 @lru_cache(maxsize=64)
@@ -120,7 +188,10 @@ def _tagged_construction(tag: str) -> Construction:
         return blkhash.construction("imageio")
     kind, _, rest = tag.partition("-")
     if kind != "BLKHASH" or not rest:
-        raise MalformedError(f"{printable(tag)} is another tool's tag: a sum of the file, not of the image's content")
+        raise _malformed(
+            f"{printable(tag)} is another tool's tag: a sum of the file, not of the image's content",
+            f"`{_TOOLS[tag.lower()]} -c` verifies those" if tag.lower() in _TOOLS else "",
+        )
     algorithm, slash, size = rest.partition("/")
     block_size = parse_power_of_two(size, blkhash.SMALLEST_BLOCK, blkhash.LARGEST_BLOCK) if slash else None
     return blkhash.construction("blkhash", algorithm, block_size)
@@ -130,7 +201,9 @@ def _checked(hexdigest: str, how: Construction) -> str:
     """HEXDIGEST in lower case. Raises MalformedError when it is not as long as HOW's are, or not hex."""
     digits = 2 * how.algorithm.digest_size
     if len(hexdigest) != digits:
-        raise MalformedError(f"{len(hexdigest)} hex digits, where {how.algorithm.name} has {digits}")
+        raise _malformed(
+            f"{len(hexdigest)} hex digits, where {how.algorithm.name} has {digits}", _advice_on_length(len(hexdigest))
+        )
     if not re.fullmatch("[0-9A-Fa-f]*", hexdigest):
         raise MalformedError("checksum is not hex")
     return hexdigest.lower()
@@ -150,7 +223,7 @@ def _decode(name: bytes) -> str:
 
 
 def _parse_json(number: int, line: bytes) -> Line:
-    """A line of `imgsum checksum --json`: the size and the format are part of what it says."""
+    """A line of `imgsum checksum --json`: the size, and the range if there is one, are part of what it says."""
     import json  # 6 ms, so only for those who need it
 
     try:
@@ -170,7 +243,19 @@ def _parse_json(number: int, line: bytes) -> Line:
     name = _decode(_json_name(record))
     how = _json_construction(record)
     hexdigest = _checked(_field(record, "checksum", str), how)
-    return Line(number, name, hexdigest, how, True, size, _field(record, "format", str))
+    image_format = _field(record, "format", str)
+    return Line(number, name, hexdigest, how, True, size, image_format, _json_range(record, size))
+
+
+def _json_range(record: dict[str, object], size: int) -> tuple[int, int | None] | None:
+    """The range of the content that the sum is of; None: the record says none."""
+    if record.get("offset") is None and record.get("length") is None:
+        return None
+    offset = 0 if record.get("offset") is None else _field(record, "offset", int)
+    length = None if record.get("length") is None else _field(record, "length", int)
+    if not 0 <= offset <= MAX_SIZE or length not in (None, size):
+        raise MalformedError("offset or length is not that of a range")
+    return offset, length
 
 
 def _json_name(record: dict[str, object]) -> bytes:

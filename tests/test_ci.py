@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -127,12 +128,46 @@ def test_what_differs_or_is_missing_fails(action: Callable[..., Job], workspace:
     job = action(sums="SUMS")
     assert (job.status, job.outputs) == (1, {"status": "1", "verified": "1"})
     assert "### imgsum: 1 of 2 verified" in job.summary
-    assert "| <code>other.raw</code> | **FAILED** | the sum may be of the file" in job.summary
-    assert "::error title=imgsum::other.raw: " in job.log
+    assert "| <code>other.raw</code> | **FAILED** | the content differs from what the sum says |" in job.summary
+    assert "::error title=imgsum::other.raw: the content is not what the sums file says\n" in job.log
     (workspace / "disk.raw").unlink()
     job = action(sums="SUMS")
     assert (job.status, job.outputs) == (2, {"status": "2", "verified": "0"})
     assert "| <code>disk.raw</code> | **could not be read** | no such file or directory |" in job.summary
+
+
+def test_no_guess_is_annotated(action: Callable[..., Job], workspace: Path) -> None:
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    (workspace / "SUMS").write_text(f"{digest}  disk.raw\n")
+    job = action(sums="SUMS")
+    assert job.status == 1
+    assert "as sha256sum makes it" in job.summary
+    assert "::error title=imgsum::disk.raw: the content is not what the sums file says\n" in job.log
+
+
+@pytest.mark.parametrize("trouble", ["summary", "output", "stdout", "program", "locale"])
+def test_troubles_of_the_gate_are_status_2(workspace: Path, tmp_path: Path, trouble: str) -> None:
+    """Status 1 means that content differs, and nothing else."""
+    (workspace / "é.raw").write_bytes(CONTENT)
+    (workspace / "SUMS").write_text(f"{SUM}  é.raw\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "IMGSUM_SUMS": "SUMS", "IMGSUM_IMAGES": "é.raw"}
+    command = [sys.executable, str(ROOT / "ci" / "gate.py")]
+    if trouble == "summary":
+        environment["GITHUB_STEP_SUMMARY"] = "/dev/full"
+    elif trouble == "output":
+        environment["GITHUB_OUTPUT"] = str(tmp_path / "no such directory" / "file")
+    elif trouble == "program":
+        program = "import gate, sys; sys.executable = '/no/such/program'; sys.exit(gate.guarded_main())"
+        command = [sys.executable, "-c", program]
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci")])
+    elif trouble == "locale":  # no trouble
+        environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    with open("/dev/full" if trouble == "stdout" else tmp_path / "log", "wb") as log:
+        done = subprocess.run(
+            command, cwd=workspace, env=environment, stdout=log, stderr=subprocess.PIPE, check=False, timeout=HANG
+        )
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == (0 if trouble == "locale" else 2)
 
 
 def test_an_image_that_no_sums_file_lists_fails(action: Callable[..., Job]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import pty
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +195,25 @@ def test_json_names_the_image_also_where_another_file_is_at_fault(
     assert result.status == 2
 
 
+@pytest.mark.parametrize("name", ["é.raw", "€.raw", "\U0001f4be", b"\xff\xe9", b"\xc3"])
+@pytest.mark.parametrize(
+    "locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}]
+)
+def test_json_in_any_locale(name: str | bytes, locale: dict[str, str], here: Path, imgsum: Imgsum) -> None:
+    raw = name if isinstance(name, bytes) else name.encode()
+    (here / os.fsdecode(raw)).write_bytes(b"A" * 512)
+    made = imgsum("checksum", "--json", raw, b"missing-" + raw, env=locale)
+    records = [json.loads(line) for line in made.stdout.splitlines()]
+    for record, expected in zip(records, (raw, b"missing-" + raw), strict=True):
+        encoded = record.get("name_b64", base64.b64encode(record["name"].encode()))
+        assert base64.b64decode(encoded) == expected
+    (here / os.fsdecode(b"SUMS-" + raw)).write_bytes(made.stdout.splitlines()[0] + b"\n")
+    result = imgsum("check", "--json", b"SUMS-" + raw, env=locale)
+    assert json.loads(result.stdout)["status"] == "ok"
+    result = imgsum("compare", "--json", raw, raw, env=locale)
+    assert json.loads(result.stdout)["identical"]
+
+
 def test_json_stats(here: Path, imgsum: Imgsum) -> None:
     reference.write("64k:A 1m:- 64k:B", here / "disk")
     stats = json.loads(imgsum("checksum", "--json", "--stats", "-T", "none", "disk").stdout)["stats"]
@@ -256,7 +278,7 @@ def _options() -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize(("command", "option"), [(c, o) for c, o, takes_value in _options() if takes_value])
 def test_an_option_last_without_its_value(command: str, option: str, disk: str, imgsum: Imgsum) -> None:
-    usage_error(imgsum(command, disk, option), option, "expected one argument")
+    usage_error(imgsum(command, disk, option), option, "needs a value")
 
 
 @pytest.mark.parametrize(("command", "option"), [(c, o) for c, o, v in _options() if not v and o.startswith("--")])
@@ -269,6 +291,8 @@ def test_an_option_with_a_value_too_many(command: str, option: str, disk: str, i
     [
         [],
         ["nonsense"],
+        ["help", "nonsense"],
+        ["-q", "disk.raw"],
         ["--nonsense"],
         ["checksum", "--nonsense", "disk.raw"],
         ["checksum", "-x", "disk.raw"],
@@ -308,6 +332,63 @@ def test_usage_errors(args: list[str], disk: str, imgsum: Imgsum) -> None:
     usage_error(imgsum(*args))
 
 
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["disk.raw"], "imgsum checksum disk.raw"),
+        (["missing image.qcow2", "-q"], "imgsum checksum 'missing image.qcow2' -q"),
+        (["nbd://localhost/"], "imgsum checksum nbd://localhost/"),
+        (["[", "nbdkit", "]"], "imgsum checksum [ nbdkit ']'"),
+        (["checksm", "disk.raw"], "imgsum checksum disk.raw"),
+        (["chekc", "SUMS"], "imgsum check SUMS"),
+        (["algorithm"], "imgsum algorithms"),
+        (["-c", "SUMS"], "imgsum check SUMS"),
+        (["verify", *"abcdefgh"], "imgsum check a b c d ..."),
+    ],
+)
+def test_what_was_meant(args: list[str], meant: str, disk: str, imgsum: Imgsum) -> None:
+    usage_error(imgsum(*args), f"did you mean {meant!r}?" if "'" not in meant else f"did you mean '{meant}'?")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["-q=1"], "-q/--quiet takes no value, and was given '1'"),
+        (["--json=yes"], "--json takes no value, and was given 'yes'"),
+        (["-T", "writethrough"], "-T/--cache can't be 'writethrough', only one of: "),
+        (["-b", "5k"], "-b/--block-size: not a power of two from 512 to 32M: '5k'"),
+        (["--length=9223372036854775808"], "--length: size is too large: '9223372036854775808'"),
+        (["--ignore-malformed", "--strict"], "--strict and --ignore-malformed exclude each other"),
+    ],
+)
+def test_options_are_explained_in_plain_english(args: list[str], told: str, disk: str, imgsum: Imgsum) -> None:
+    usage_error(imgsum("check", *args, disk), f"imgsum: {told}")
+
+
+def on_a_terminal(*args: str) -> str:
+    """What imgsum writes to a terminal, on which Ctrl-D is pressed."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "imgsum", *args]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        os.write(ours, b"\x04" * 3)
+        text = b""
+        with contextlib.suppress(OSError):  # the other side has closed
+            while data := os.read(ours, 65536):
+                text += data
+        process.wait()
+    os.close(ours)
+    return text.decode()
+
+
+def test_on_a_terminal_it_says_that_it_waits(here: Path) -> None:
+    note = "from standard input, as no name was given (Ctrl-D ends it, Ctrl-C gives up)"
+    assert f"imgsum: reading the image {note}" in on_a_terminal("checksum")
+    assert f"imgsum: reading checksum lines {note}" in on_a_terminal("check")
+    for args in (["checksum", "-q"], ["checksum", "-"], ["check", "-"]):
+        assert "reading" not in on_a_terminal(*args)
+
+
 def test_control_characters_of_arguments_do_not_reach_the_terminal(imgsum: Imgsum) -> None:
     for args in (["\x1b[2K"], ["checksum", "--\x1b[2K"], ["checksum", "-f", "\x1b[2K"], ["checksum", "-a", "\x1b[2K"]):
         result = imgsum(*args)
@@ -321,7 +402,9 @@ def test_version(args: list[str], imgsum: Imgsum) -> None:
     assert imgsum(*args) == (f"imgsum {__version__}\n".encode(), b"", 0)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["-h"], *[[command, "--help"] for command in COMMANDS]])
+@pytest.mark.parametrize(
+    "args", [["help"], ["help", "check"], ["--help"], ["-h"], *[[command, "--help"] for command in COMMANDS]]
+)
 def test_help(args: list[str], imgsum: Imgsum) -> None:
     result = imgsum(*args)
     assert result.text.startswith("usage: imgsum")
@@ -337,6 +420,58 @@ def test_algorithms(imgsum: Imgsum) -> None:
     for line, record in zip(result.text.splitlines(), records, strict=True):
         assert ("not cryptographic" in line) == (not record["cryptographic"]) == record["algorithm"].startswith("xxh")
         assert f"{record['bits']} bits" in line
+
+
+WITHOUT_PACKAGES = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("blake3", "xxhash", "isal", "backports.zstd", "compression.zstd"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from imgsum.cli import main
+main()
+"""
+
+
+def test_without_the_packages_that_distributions_lack(
+    disk: str, here: Path, imgsum: Imgsum, tool: Callable[[str], str]
+) -> None:
+    lines = [imgsum("checksum", "--tag", "-a", name, disk).text for name in ("blake3", "sha256", "xxh64")]
+    (here / "SUMS").write_text("".join(lines))
+    (here / "BLAKE3").write_text(lines[0])
+    for kind in ("zlib", "zstd"):
+        create = [tool("qemu-img"), "convert", "-c", "-f", "raw", "-O", "qcow2", "-o", f"compression_type={kind}"]
+        subprocess.run([*create, disk, f"{kind}.qcow2"], check=True)
+    imgsum.command = [*imgsum.command[:1], "-c", WITHOUT_PACKAGES]
+    result = imgsum("check", "SUMS")
+    assert (result.text, result.status) == ("disk.raw: OK\n", 2)
+    needs = "needs a package that is not installed: pip install"
+    assert result.errors.splitlines() == [
+        f"imgsum: SUMS: line 1: blake3 {needs} blake3",
+        f"imgsum: SUMS: line 3: xxh64 {needs} xxhash",
+        "imgsum: WARNING: 2 lines are improperly formatted",
+    ]
+    result = imgsum("check", "BLAKE3")
+    assert (result.text, result.status) == ("", 2)
+    assert f"imgsum: BLAKE3: line 1: blake3 {needs} blake3\n" in result.errors
+    usage_error(imgsum("checksum", "-a", "blake3", disk), f"imgsum: blake3 {needs} blake3")
+    usage_error(imgsum("checksum", "-a", "xxh128", disk), f"imgsum: xxh3-128 {needs} xxhash")
+    result = imgsum("algorithms")
+    assert f"blake3       {needs} blake3\n" in result.text
+    assert "sha256        256 bits  (default)\n" in result.text
+    assert (result.stderr, result.status) == (b"", 0)
+    records = [json.loads(line) for line in imgsum("algorithms", "--json").text.splitlines()]
+    assert {record["algorithm"] for record in records if "error" in record} == {
+        "blake3",
+        "xxh3-128",
+        "xxh3-64",
+        "xxh64",
+    }
+    result = imgsum("checksum", disk, "zlib.qcow2", "zstd.qcow2")
+    assert result.text == f"{SUM_A}  disk.raw\n{SUM_A}  zlib.qcow2\n"
+    assert "zstd.qcow2: is compressed with zstd: install backports.zstd (`pip install backports.zstd`)" in result.errors
+    assert result.status == 2
 
 
 # --- what else the options do -------------------------------------------------------------------------------------

@@ -122,6 +122,23 @@ def test_json_says_size_and_format() -> None:
     assert (parsed.size, parsed.format) == (123, "qcow2")
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, None),
+        ({"offset": 4096}, (4096, None)),
+        ({"length": len(CONTENT)}, (0, len(CONTENT))),
+        ({"offset": 4096, "length": len(CONTENT)}, (4096, len(CONTENT))),
+        ({"offset": 0, "length": None}, (0, None)),
+        ({"offset": None, "length": None}, None),
+    ],
+)
+def test_json_says_the_range(keys: dict[str, int], expected: tuple[int, int | None] | None) -> None:
+    parsed = parse(json_line(**keys))
+    assert parsed is not None
+    assert parsed.range == expected
+
+
 @pytest.mark.parametrize("name", [b"plain", b"a\nb", b"a\\b", b"a\rb", b"a b", b"\xff", b" *x"])
 def test_names_are_escaped_as_coreutils_does(name: bytes, tmp_path: Path, tool: Callable[[str], str]) -> None:
     (tmp_path / os.fsdecode(name)).write_bytes(CONTENT)
@@ -237,6 +254,12 @@ def json_line(**changes: object) -> bytes:
         (json_line(name_b64=base64.b64encode(b"a\0").decode()), "NUL"),
         (json_line(size=-1), "size is negative"),
         (json_line(size=True), '"size" is not a number'),
+        (json_line(offset=-1), "not that of a range"),
+        (json_line(offset=1 << 64), "not that of a range"),
+        (json_line(offset="1"), '"offset" is not a number'),
+        (json_line(offset=0, length=len(CONTENT) + 1), "not that of a range"),
+        (json_line(length=-1), "not that of a range"),
+        (json_line(length=1.5), '"length" is not a number'),
         (json_line(size="absent"), '"size" is not a number'),
         (json_line(format=None), '"format" is not text'),
         (json_line(algorithm="nosuch"), "unknown algorithm 'nosuch'"),

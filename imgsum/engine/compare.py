@@ -137,6 +137,8 @@ class Pair:
         """The offset of the first byte that differs, or None. Nothing after it is waited for."""
         self._running = self._found(strict, 1, progress)
         for offset, differs in self._running:
+            if differs == 0:
+                continue
             return offset if isinstance(differs, int) else offset + differs.index(1)
         return None
 
@@ -188,6 +190,7 @@ class Pair:
                         yield item.start, item.length
                     elif done.result:
                         yield from done.result
+                    yield item.start + item.length, 0  # so that a range that ends before this is known at once
                     if progress:
                         progress.advance(self._done)
         finally:

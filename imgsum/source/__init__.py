@@ -221,10 +221,11 @@ def _open_file(path: str, options: OpenOptions) -> Source:
     try:
         name = options.format
         if name is None:
-            name = probe.detect(
-                file.read_bytes(0, probe.HEAD_SIZE),
-                file.read_bytes(max(0, file.size - probe.TAIL_SIZE), probe.TAIL_SIZE),
-            )
+            head = file.read_bytes(0, probe.HEAD_SIZE)
+            name = probe.detect(head, file.read_bytes(max(0, file.size - probe.TAIL_SIZE), probe.TAIL_SIZE))
+            reason = probe.not_as_named(path, name) if name != "raw" else probe.not_a_disk(head, path)
+            if reason is not None:
+                raise RefusedError(reason)
         if name == "raw":
             if options.snapshot is not None:
                 raise UsageError("a raw image has no snapshots")

@@ -7,6 +7,7 @@ that it leaves to the file's name or to -f: the footers of fixed VHD and of dmg.
 from __future__ import annotations
 
 import re
+import shlex
 
 HEAD_SIZE = TAIL_SIZE = 512
 
@@ -26,6 +27,78 @@ _ENDS = ((b"conectix", "vpc"), (b"koly", "dmg"))
 
 # A VMDK descriptor is text: comments and blank lines, then its version.
 _VMDK_DESCRIPTOR = re.compile(rb"(?:#[^\n]*\n|[ \r]*\n)*version=[123]\r?\n")
+
+
+# Compressed data, and what writes the decompressed data to standard output.
+_COMPRESSED = (
+    (b"\x1f\x8b\x08", "gzip -dc"),
+    (b"\x1f\x9d", "gzip -dc"),  # compress
+    (b"BZh", "bzip2 -dc"),
+    (b"\xfd7zXZ\0", "xz -dc"),
+    (b"\x28\xb5\x2f\xfd", "zstd -dc"),
+    (b"\x04\x22\x4d\x18", "lz4 -dc"),
+    (b"\x02\x21\x4c\x18", "lz4 -dc"),  # lz4's legacy format
+    (b"LZIP\1", "lzip -dc"),
+    (b"\x89LZO\0\r\n\x1a\n", "lzop -dc"),
+)
+
+_LZMA = re.compile(rb"\x5d\0\0[\0-\xff]{2}(?:\xff{8}|[\0-\xff]{5}\0{3})", re.DOTALL)
+"""xz's older format has no magic, only properties (those that lzma writes), a dictionary size and the size."""
+
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd or lz4 that says nothing: pzstd's first
+
+# What holds disks, but is not one, and what to do with it.
+_PACKAGES = (
+    (b"PK\3\4", "a zip archive", "unpack it first (unzip)"),
+    (b"PK\5\6", "a zip archive", "unpack it first (unzip)"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first (7z x)"),
+    (b"VMA\0", "a Proxmox backup", "unpack it first (vma extract)"),
+    (b"EVF\x09\r\n\xff\0", "an E01 image", "export its disk first (ewfexport -f raw)"),
+    (b"EVF2\r\n\x81\0", "an Ex01 image", "export its disk first (ewfexport -f raw)"),
+    (b"LVF\x09\r\n\xff\0", "an L01 archive of files", "it holds no disk"),
+    (b"\x3a\xff\x26\xed", "an Android sparse image", "convert it first (simg2img)"),
+    (b"sprs", "an Apple sparse image", "convert it first (hdiutil convert -format UDRO)"),
+    (b"shdw", "an Apple ASIF image", "convert it first (diskutil image create from, on a Mac)"),
+    (
+        b"\xbe\xba\xfe\xca\0\0\0\0",
+        "a VMware seSparse extent",
+        "convert its disk first (vmkfstools -i -d thin, on ESXi)",
+    ),
+)
+
+
+def not_a_disk(head: bytes, name: str) -> str | None:
+    """Why a file or stream NAME that begins with HEAD isn't hashed as a raw disk, and what to do; None: it may be.
+
+    It is not what a guest would read from its disk. What the name ends in does not count.
+    """
+    file = "" if name == "-" else f" {shlex.quote(name)}"
+    command = next((command for magic, command in _COMPRESSED if head.startswith(magic)), None)
+    if command is None and _LZMA.match(head):
+        command = "xz --format=lzma -dc"
+    if command is None and _SKIPPABLE.match(head):
+        command = "zstd -dc"
+    if command is not None:
+        return f"is compressed: `{command}{file} | imgsum checksum` reads what is in it ({_OWN_BYTES})"
+    for magic, what, advice in _PACKAGES:
+        if head.startswith(magic):
+            return f"is {what}, not a disk: {advice} ({_OWN_BYTES})"
+    if head[257:262] == b"ustar" and head[:100].rstrip(b"\0").lower().endswith(b".ovf"):
+        return f"is an OVA, an archive of disks: unpack it first (tar -xf), and name each disk ({_OWN_BYTES})"
+    return None
+
+
+def not_as_named(name: str, detected: str) -> str | None:
+    """Why a file NAME in which the format DETECTED was found is not taken for that; None: it is.
+
+    A guest can write the beginning of any format to its raw disk, and would choose what is read instead of it.
+    """
+    if detected != "raw" and name.lower().endswith(".raw"):
+        return f"is named .raw, and begins or ends as {detected}: say which it is, with -f raw or -f {detected}"
+    return None
+
+
+_OWN_BYTES = "-f raw: the file's own bytes"
 
 
 def detect(head: bytes, tail: bytes) -> str:

@@ -84,6 +84,8 @@ class Stream:
             head = bytearray(probe.HEAD_SIZE if self.wanted is None else min(self.wanted, probe.HEAD_SIZE))
             self._head = bytes(head[: self._read(memoryview(head))])
             self._refuse_container(probe.detect(self._head, b""))
+            if reason := probe.not_a_disk(self._head, "-"):
+                raise RefusedError(reason, name=self.name)
         done = min(len(self._head), len(buffer))
         buffer[:done] = self._head[:done]
         self._head = self._head[done:]
