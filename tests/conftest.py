@@ -368,3 +368,16 @@ def writer(chunks: Iterator[bytes] | list[bytes], fd: int) -> Iterator[None]:
     finally:
         thread.join(HANG)
         assert not thread.is_alive()
+
+
+def wait_until_it_waits(pid: int) -> None:
+    """Until the process has started its workers, and uses no time any more."""
+    used, deadline = -1.0, time.monotonic() + HANG
+    while time.monotonic() < deadline:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        now = int(fields[11]) + int(fields[12])
+        if now == used and int(fields[17]) > 1:
+            return
+        used = now
+        time.sleep(0.2)
+    pytest.fail("it never came to rest")

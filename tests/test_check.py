@@ -9,13 +9,12 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import reference
-from conftest import HANG, Imgsum
+from conftest import Imgsum, wait_until_it_waits
 from reference import KIB
 
 import imgsum as api
@@ -679,16 +678,3 @@ def test_a_signal_ends_it_quietly(imgsum: Imgsum, here: Path, number: signal.Sig
         os.close(fd)
     assert ended.status == -number
     assert ended.stderr == b""
-
-
-def wait_until_it_waits(pid: int) -> None:
-    """Until the process has started its workers, and uses no time any more."""
-    used, deadline = -1.0, time.monotonic() + HANG
-    while time.monotonic() < deadline:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        now = int(fields[11]) + int(fields[12])
-        if now == used and int(fields[17]) > 1:
-            return
-        used = now
-        time.sleep(0.2)
-    pytest.fail("it never came to rest")

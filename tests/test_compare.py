@@ -6,15 +6,18 @@ import importlib.util
 import json
 import os
 import random
+import resource
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
-from conftest import Imgsum, need, writer
+from conftest import Imgsum, need, wait_until_it_waits, writer
 from fakenbd import Client, FakeNbd
 from fakes import FakeSource
 from hypothesis import given, settings
@@ -490,6 +493,115 @@ def test_huge_holes_take_no_time_or_memory(imgsum: Imgsum, image_in_memory: Call
     ended, peak = imgsum.peak_memory("compare", "--all", first, second)
     assert ended.text.startswith(f"differs: offset {4 << 40}, 1 bytes\n")
     assert peak < 64 * MIB
+
+
+# --- what --all writes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many_ranges(here: Path) -> int:
+    """Files `a` and `b` that differ in so many ranges, each of one byte: 9 MB of lines."""
+    count = 150_000
+    (here / "a").write_bytes(b"ab" * count)
+    (here / "b").write_bytes(b"aa" * count)
+    return count
+
+
+def assert_whole_lines(text: str, json_lines: bool) -> int:
+    """TEXT is the first so many lines of many_ranges, in order, none repeated or torn."""
+    *rows, rest = text.split("\n")
+    assert rest == ""
+    for number, row in enumerate(rows):
+        if json_lines:
+            assert row == f'{{"schema": 1, "start": {2 * number + 1}, "length": 1}}'
+        else:
+            assert row == f"differs: offset {2 * number + 1}, 1 bytes"
+    return len(rows)
+
+
+@pytest.mark.parametrize("options", [("--json",), ()])
+@pytest.mark.parametrize("read_first", [0, 100_001, 1_000_000])
+def test_interrupted_while_its_pipe_is_full(
+    imgsum: Imgsum, many_ranges: int, options: tuple[str, ...], read_first: int
+) -> None:
+    reader, to_write = os.pipe()
+    running = imgsum.start("compare", "--all", *options, "a", "b", stdout=to_write)
+    os.close(to_write)
+    with open(reader, "rb") as pipe:
+        text = pipe.read(read_first)
+        wait_until_it_waits(running.process.pid)
+        running.signal(signal.SIGINT)
+        ended = running.finish()  # nobody reads meanwhile
+        text += pipe.read()
+    assert (ended.stderr, ended.status) == (b"", -signal.SIGINT)
+    assert assert_whole_lines(text.decode(), bool(options)) < many_ranges
+
+
+def test_interrupted_at_any_time(imgsum: Imgsum, many_ranges: int, here: Path) -> None:
+    for size in (1, 5_000, 70_000, 200_000, 2_000_000):
+        with open("out", "wb") as out:
+            running = imgsum.start("compare", "--all", "a", "b", stdout=out)
+            while os.stat("out").st_size < size:
+                assert running.process.poll() is None
+                time.sleep(0.001)
+            running.signal(signal.SIGINT)
+            ended = running.finish()
+        text = (here / "out").read_text()
+        if ended.status == 1:  # it was faster
+            text = text[: text.index("images differ")]
+        assert_whole_lines(text, json_lines=False)
+
+
+@pytest.mark.parametrize("size", [1, 5000, 100_001, 1_000_000])
+def test_out_of_space_in_the_middle_of_a_line(imgsum: Imgsum, many_ranges: int, here: Path, size: int) -> None:
+    before = b"kept\n"
+    (here / "out").write_bytes(before)
+    with open("out", "ab") as out:
+        ended = imgsum(
+            "compare", "--all", "a", "b", stdout=out,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size + len(before), size + len(before))),
+        )  # fmt: skip
+    text = (here / "out").read_bytes().removeprefix(before).decode()
+    assert size - 100 < len(text) <= size or not text
+    assert_whole_lines(text, json_lines=False)
+    assert (ended.errors, ended.status) == ("imgsum: standard output: file too large\n", 2)
+
+
+def test_nowhere_to_write(imgsum: Imgsum, many_ranges: int) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = imgsum("compare", "--all", "a", "b", stdout=full)
+    assert (ended.errors, ended.status) == ("imgsum: standard output: no space left on device\n", 2)
+    reader, to_write = os.pipe()
+    running = imgsum.start("compare", "--all", "a", "b", stdout=to_write)
+    os.close(to_write)
+    with open(reader, "rb") as pipe:
+        pipe.read(100_000)
+    ended = running.finish()
+    assert (ended.stderr, ended.status) == (b"", -signal.SIGPIPE)
+
+
+def test_a_range_is_written_as_soon_as_it_is_known(imgsum: Imgsum, here: Path) -> None:
+    content = reference.content("4m:R")
+    (here / "a").write_bytes(content)
+    os.mkfifo("fifo")
+    running = imgsum.start("compare", "--all", "a", "fifo")
+    with open("fifo", "wb") as fifo:
+        fifo.write(b"\0\0" + content[2 : 3 * MIB])  # and the rest only when the line has come
+        fifo.flush()
+        assert running.process.stdout is not None
+        assert os.read(running.process.stdout.fileno(), 1000) == b"differs: offset 0, 2 bytes\n"
+        fifo.write(content[3 * MIB : -1])
+    ended = running.finish()
+    last = f"differs: offset {4 * MIB - 1}, 1 bytes\n" * (content[-1] != 0)
+    count = 2 if last else 1
+    assert ended.text == f"{last}images differ in {count} range{'s' * (count > 1)}, {1 + count} bytes\n"
+
+
+def test_ranges_before_an_error_are_written(imgsum: Imgsum, here: Path) -> None:
+    (here / "a").write_bytes(b"x" + bytes(2 * MIB))
+    ended = imgsum("compare", "--all", "--length", "2m", "a", "-", stdin=bytes(MIB))
+    assert (ended.text, ended.status) == ("differs: offset 0, 1 bytes\n", 2)
+    assert ended.errors.startswith("imgsum: -: the stream ends ")
 
 
 def test_progress(imgsum: Imgsum, here: Path) -> None:

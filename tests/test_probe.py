@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import lzma
+import re
 import struct
 import subprocess
 from collections.abc import Callable
@@ -9,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import reference
-from conftest import find_tool
+from conftest import Imgsum, find_tool
 
 from imgsum import OpenOptions, checksum
-from imgsum.errors import Error, MissingError
-from imgsum.source.probe import detect
+from imgsum.errors import Error, MissingError, RefusedError
+from imgsum.source.probe import detect, not_a_disk
 
 HEADS = [
     (b"QFI\xfb\0\0\0\x01", "qcow"),
@@ -165,3 +168,123 @@ def test_subformats_too(name: str, options: str, tmp_path: Path) -> None:
     subprocess.run([find_tool("qemu-img"), "create", "-q", "-f", name, "-o", options, str(path), "8M"], check=True)
     content = path.read_bytes()
     assert detect(content[:512], content[-512:]) == name
+
+
+# --- what holds a disk, and is none -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gzip", "bzip2", "xz"])
+@pytest.mark.parametrize("spec", ["", "100k:R", "1m:-"])
+@pytest.mark.parametrize("suffix", ["", ".raw", ".qcow2"])
+def test_compressed_files_are_refused_with_what_works(
+    name: str, spec: str, suffix: str, tmp_path: Path, imgsum: Imgsum
+) -> None:
+    content = reference.content(spec)
+    made = subprocess.run([find_tool(name), "-c"], input=content, check=True, capture_output=True).stdout
+    file = f"a disk{suffix}"
+    (tmp_path / file).write_bytes(made)
+    pipe = f"{name} -dc 'a disk{suffix}' | imgsum checksum"
+    ended = imgsum("checksum", file, cwd=tmp_path)
+    refusal = f"imgsum: {file}: is compressed: `{pipe}` reads what is in it (-f raw: the file's own bytes)\n"
+    assert (ended.stdout, ended.errors, ended.status) == (b"", refusal, 2)
+    plain = subprocess.run(
+        pipe.split(" |", maxsplit=1)[0], shell=True, cwd=tmp_path, check=True, capture_output=True
+    ).stdout
+    assert plain == content
+    ended = imgsum("checksum", stdin=made)
+    assert (ended.stdout, ended.status) == (b"", 2)
+    assert f"imgsum: -: is compressed: `{name} -dc | imgsum checksum`" in ended.errors
+    assert imgsum("compare", file, file, cwd=tmp_path).status == 2
+    ended = imgsum("checksum", "-q", "-f", "raw", file, cwd=tmp_path)
+    assert (ended.text, ended.status) == (f"{reference.blkhash(made)}  {file}\n", 0)
+
+
+LZMA_OF_A_STREAM = lzma.compress(b"content", lzma.FORMAT_ALONE)
+LZMA_OF_KNOWN_SIZE = LZMA_OF_A_STREAM[:5] + struct.pack("<Q", 7) + LZMA_OF_A_STREAM[13:]
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (b"\x1f\x8b\x08\x08", "`gzip -dc"),
+        (b"\x1f\x9d\x90", "`gzip -dc"),
+        (bz2.compress(b"content"), "`bzip2 -dc"),
+        (lzma.compress(b"content"), "`xz -dc"),
+        (LZMA_OF_A_STREAM, "`xz --format=lzma -dc"),
+        (LZMA_OF_KNOWN_SIZE, "`xz --format=lzma -dc"),
+        (b"\x28\xb5\x2f\xfd\x04", "`zstd -dc"),
+        (b"\x50\x2a\x4d\x18\x04\0\0\0", "`zstd -dc"),
+        (b"\x04\x22\x4d\x18\x64", "`lz4 -dc"),
+        (b"\x02\x21\x4c\x18", "`lz4 -dc"),
+        (b"PK\x03\x04\x14", "a zip archive"),
+        (b"PK\x05\x06", "a zip archive"),
+        (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+        (b"VMA\0", "a Proxmox backup"),
+        (b"EVF\x09\x0d\x0a\xff\x00\x01", "an E01 image"),
+        (b"EVF2\x0d\x0a\x81\x00", "an Ex01 image"),
+        (struct.pack("<I", 0xED26FF3A), "an Android sparse image"),
+        (b"sprs\0\0\0\3", "an Apple sparse image"),
+        (b"shdw", "an Apple ASIF image"),
+        (struct.pack("<Q", 0xCAFEBABE), "a VMware seSparse extent"),
+        (b"box.ovf".ljust(257, b"\0") + b"ustar\0", "an OVA"),
+        (b"BOX.OVF".ljust(257, b"\0") + b"ustar  \0", "an OVA"),
+    ],
+)
+def test_what_is_no_disk_is_refused(head: bytes, told: str, tmp_path: Path, imgsum: Imgsum) -> None:
+    path = tmp_path / "disk.img"
+    content = head.ljust(4096, b"\0")
+    path.write_bytes(content)
+    with pytest.raises(RefusedError, match=re.escape(told)) as caught:
+        checksum(path)
+    assert "(-f raw: the file's own bytes)" in str(caught.value)
+    assert checksum(path, options=OpenOptions(format="raw")).hexdigest == reference.blkhash(content)
+    ended = imgsum("checksum", stdin=content)
+    assert (ended.stdout, ended.status) == (b"", 2)
+    assert told in ended.errors
+
+
+def test_an_ova_of_tar(tmp_path: Path) -> None:
+    (tmp_path / "box.ovf").write_text("<Envelope/>")
+    (tmp_path / "box-disk1.vmdk").write_bytes(b"KDMV".ljust(512, b"\0"))
+    for kind in ("gnu", "ustar"):
+        path = tmp_path / f"{kind}.ova"
+        subprocess.run(
+            [find_tool("tar"), f"--format={kind}", "-cf", path, "box.ovf", "box-disk1.vmdk"], cwd=tmp_path, check=True
+        )
+        with pytest.raises(RefusedError, match="is an OVA"):
+            checksum(path)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x1f\x8b", b"BZ0", b"BZhello", b"BZh91AY", b"PK\1\2", b"VMA", b"EVF", b"spr", b"\x5d\0\0", b"\x5d\0\0\1\2" + b"\xff" * 7,
+        b"\x4f\x2a\x4d\x18", b"\xbe\xba\xfe\xca\1\0\0\0", b"\xfe\xed\xfa\xce", b"\x3a\xff\x26",
+        b"disk.raw".ljust(257, b"\0") + b"ustar\0",
+        b"\x33\xc0\x8e\xd0", b"\xeb\x63\x90", b"LUKS\xba\xbe",
+    ],
+)  # fmt: skip
+def test_other_beginnings_are_a_disk(head: bytes, tmp_path: Path) -> None:
+    assert not_a_disk(head.ljust(512, b"\1"), "disk") is None
+    assert not_a_disk(head, "disk") is None
+
+
+@pytest.mark.parametrize("name", ["disk.raw", "disk.RAW"])
+@pytest.mark.parametrize("where", ["head", "tail"])
+def test_a_container_under_a_raw_name_is_refused(name: str, where: str, tmp_path: Path) -> None:
+    """A guest may have written it to its raw disk."""
+    path = tmp_path / name
+    if where == "head":
+        subprocess.run([find_tool("qemu-img"), "create", "-q", "-f", "qcow2", path, "1M"], check=True)
+    else:
+        path.write_bytes(bytes(4096) + b"conectix".ljust(512, b"\0"))
+    kind = "qcow2" if where == "head" else "vpc"
+    with pytest.raises(
+        RefusedError, match=f"named .raw, and begins or ends as {kind}: say which it is, with -f raw or -f"
+    ):
+        checksum(path)
+    assert checksum(path, options=OpenOptions(format="raw")).hexdigest == reference.blkhash(path.read_bytes())
+    if where == "head":
+        assert checksum(path, options=OpenOptions(format="qcow2")).size == 1 << 20
+    path.write_bytes(b"raw" * 1000)
+    assert checksum(path).format == "raw"

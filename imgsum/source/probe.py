@@ -33,7 +33,6 @@ _VMDK_DESCRIPTOR = re.compile(rb"(?:#[^\n]*\n|[ \r]*\n)*version=[123]\r?\n")
 _COMPRESSED = (
     (b"\x1f\x8b\x08", "gzip -dc"),
     (b"\x1f\x9d", "gzip -dc"),  # compress
-    (b"BZh", "bzip2 -dc"),
     (b"\xfd7zXZ\0", "xz -dc"),
     (b"\x28\xb5\x2f\xfd", "zstd -dc"),
     (b"\x04\x22\x4d\x18", "lz4 -dc"),
@@ -42,7 +41,8 @@ _COMPRESSED = (
     (b"\x89LZO\0\r\n\x1a\n", "lzop -dc"),
 )
 
-_LZMA = re.compile(rb"\x5d\0\0[\0-\xff]{2}(?:\xff{8}|[\0-\xff]{5}\0{3})", re.DOTALL)
+_BZIP2 = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")  # a first block, or the end of an empty file
+_LZMA = re.compile(rb"\x5d\0\0(?!\0\0)[\0-\xff]{2}(?:\xff{8}|[\0-\xff]{5}\0{3})")
 """xz's older format has no magic, only properties (those that lzma writes), a dictionary size and the size."""
 
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd or lz4 that says nothing: pzstd's first
@@ -74,6 +74,8 @@ def not_a_disk(head: bytes, name: str) -> str | None:
     """
     file = "" if name == "-" else f" {shlex.quote(name)}"
     command = next((command for magic, command in _COMPRESSED if head.startswith(magic)), None)
+    if command is None and _BZIP2.match(head):
+        command = "bzip2 -dc"
     if command is None and _LZMA.match(head):
         command = "xz --format=lzma -dc"
     if command is None and _SKIPPABLE.match(head):
