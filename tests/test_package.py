@@ -96,6 +96,22 @@ def test_man_pages_say_what_they_name(command: str) -> None:
     assert not re.search(r"^\.TP\n.*\n\n", page, re.MULTILINE)  # something without a word about it
 
 
+@pytest.mark.parametrize("name", ["imgsum", *(f"imgsum-{command}" for command in options.COMMANDS)])
+def test_man_pages_lose_no_line(name: str) -> None:
+    """roff takes lines that begin with a dot or an apostrophe for requests, and drops those that it doesn't know."""
+    page = (ROOT / "docs" / "man" / f"{name}.1").read_text()
+    assert set(re.findall(r"^['.]\S*", page, re.MULTILINE)) <= {".TH", ".SH", ".TP", ".B"}
+    assert ".SH EXIT STATUS\n" in page
+    assert ".SH EXAMPLES\n.TP\n\\fB" in page
+
+
+def test_completions_offer_values() -> None:
+    for completion in (ROOT / "completions").iterdir():
+        text = completion.read_text()
+        for value in ("qcow2", "vhdx", "sha256", "sha3-512", "blake3", "xxh3-128", "writeback"):
+            assert re.search(rf"[\s'\"(]{value}[\s'\")]", text), (completion.name, value)
+
+
 def test_every_command_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for command in options.COMMANDS:

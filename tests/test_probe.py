@@ -258,7 +258,8 @@ def test_an_ova_of_tar(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        b"\x1f\x8b", b"BZ0", b"BZhello", b"BZh91AY", b"PK\1\2", b"VMA", b"EVF", b"spr", b"\x5d\0\0", b"\x5d\0\0\1\2" + b"\xff" * 7,
+        b"\x1f\x8b", b"BZ0", b"BZhello", b"BZh91AY", b"PK\1\2", b"VMA", b"EVF", b"spr", b"\x5d\0\0",
+        b"\x5d\0\0\1\2" + b"\xff" * 7,
         b"\x4f\x2a\x4d\x18", b"\xbe\xba\xfe\xca\1\0\0\0", b"\xfe\xed\xfa\xce", b"\x3a\xff\x26",
         b"disk.raw".ljust(257, b"\0") + b"ustar\0",
         b"\x33\xc0\x8e\xd0", b"\xeb\x63\x90", b"LUKS\xba\xbe",
