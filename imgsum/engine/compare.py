@@ -231,7 +231,8 @@ class Pair:
         parts: list[Part | None] = [None, None]
         for index, side in enumerate(sides):
             if side is not None and side.end is None:
-                part = side.part(start, min(length, self._part_size))
+                with naming(self.names[index]):
+                    part = side.part(start, min(length, self._part_size))
                 length = part.length
                 if all_differ or not length:
                     side.release(part)
