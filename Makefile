@@ -7,10 +7,12 @@ BIN := $(VENV)/bin
 PYTEST_WORKERS ?= auto
 FUZZ_SECONDS ?= 60
 
-TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin mount util-linux diffutils iproute2
+TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin mount util-linux diffutils iproute2 gcc libc6-dev
+# half a gigabyte: not for each run of the tests
+CPU_PACKAGES := qemu-user-static gcc libc6-dev gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 
 .DEFAULT_GOAL := help
-.PHONY: help checksum test lint types fuzz bench man completions docs dist clean
+.PHONY: help checksum test cpus lint types fuzz bench man completions docs dist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,6 +35,10 @@ endif
 test: $(VENV)/tested  ## install what the tests need, and run them all
 	@tools/install-packages --optional $(TEST_PACKAGES)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+cpus: $(VENV)/tested  ## the C on aarch64 and on older CPUs, emulated
+	@tools/install-packages $(CPU_PACKAGES)
+	$(BIN)/python -m pytest -m emulated $(PYTEST_ARGS)
 
 fuzz: $(VENV)/tested  ## random and damaged qcow2 images against QEMU, for FUZZ_SECONDS
 	$(BIN)/python tests/fuzz_qcow2.py --seconds $(FUZZ_SECONDS)
@@ -60,7 +66,7 @@ dist: $(VENV)/linted  ## the wheel and the source archive, in dist/
 	$(BIN)/python -m build
 
 clean:  ## remove all that was made
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build *.egg-info imgsum/hash/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # --- the virtual environment ----------------------------------------------------------------------------------------
 # Each stamp says what was installed into it. `pip install --group` needs a recent pip, so that comes first.
@@ -71,7 +77,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	@$(BIN)/pip install -q --upgrade 'pip>=25.1' >&2
 
-$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+# The C extension is built where there is a compiler. Without one, hashlib is used.
+$(VENV)/installed: pyproject.toml setup.py imgsum/hash/lanes.c | $(VENV)/bin/python
 	@$(BIN)/pip install -q --editable . >&2
 	@touch $@
 

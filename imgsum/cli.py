@@ -118,10 +118,12 @@ def _compare(arguments: Arguments) -> int:
 
 def _algorithms(arguments: Arguments) -> int:
     from imgsum import digest, report
+    from imgsum.hash import lanes
 
     if arguments.names:
         raise UsageError(f"algorithms takes no name: '{arguments.names[0]}'")
     for algorithm in digest.available():
+        by = lanes.sha256().description if algorithm.name == "sha256" else ""
         if arguments.json:
             record: dict[str, object] = {
                 "schema": report.SCHEMA,
@@ -129,11 +131,13 @@ def _algorithms(arguments: Arguments) -> int:
                 "bits": 8 * algorithm.digest_size,
                 "cryptographic": algorithm.cryptographic,
             }
+            if by:
+                record["by"] = by
             report.write(report.to_json(record))
             continue
         remark = "" if algorithm.cryptographic else "  not cryptographic: finds accidents, not attacks"
         default = "  (default)" if algorithm.name == digest.DEFAULT else ""
-        report.write(f"{algorithm.name:<12} {8 * algorithm.digest_size:4d} bits{default}{remark}")
+        report.write(f"{algorithm.name:<12} {8 * algorithm.digest_size:4d} bits{default}{remark}{by and '  by ' + by}")
     for name, reason in digest.not_installed():
         if arguments.json:
             report.write(report.to_json({"schema": report.SCHEMA, "algorithm": name, "error": reason}))

@@ -9,6 +9,11 @@ from typing import NamedTuple, Protocol, cast
 
 from imgsum.errors import UsageError
 
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from imgsum.hash.lanes import BlockHash
+
 
 class Hash(Protocol):
     """What hashlib, blake3 and xxhash have in common."""
@@ -31,6 +36,8 @@ class Algorithm(NamedTuple):
     """False: finds accidents, not attacks."""
     new: Callable[..., Hash]
     """new() or new(data)."""
+    hash_blocks: BlockHash | None = None
+    """Hashes many blocks in one call, where there is a way that is faster."""
 
 
 class NotInstalledError(UsageError):
@@ -95,10 +102,17 @@ def _load_hashlib(name: str) -> Algorithm:
             else:
                 continue
             try:
-                return Algorithm(name, new().digest_size, True, new)
+                algorithm = Algorithm(name, new().digest_size, True, new)
             except ValueError:
                 break  # listed, but this OpenSSL has it disabled
+            return _in_lanes(algorithm) if name == "sha256" else algorithm
     raise UsageError(f"unknown algorithm '{name}' (`imgsum algorithms` lists what there is)")
+
+
+def _in_lanes(sha256: Algorithm) -> Algorithm:
+    from imgsum.hash import lanes
+
+    return sha256._replace(hash_blocks=lanes.sha256().hash_blocks)
 
 
 def _openssl_constructor(spelling: str) -> Callable[..., Hash]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,22 +14,92 @@ from pathlib import Path
 
 import pytest
 import reference
-from conftest import need
+from conftest import find_tool, need
 
 from imgsum import options
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+NOT_IN_THE_ARCHIVE = {".git", ".gitignore", ".ci", ".venv", "build", "dist", "results", "__pycache__"}
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", directory], cwd=ROOT, check=True)
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, unpacked. It is made from a copy, as setuptools leaves files where it builds."""
+    directory = tmp_path_factory.mktemp("archive")
+    ignored = shutil.ignore_patterns(*NOT_IN_THE_ARCHIVE, ".*_cache", ".hypothesis", "*.egg-info", "*.so", "images")
+    shutil.copytree(ROOT, directory / "copy", ignore=ignored, symlinks=True)
+    build("sdist", directory / "copy", directory)
+    (archive,) = directory.glob("*.tar.gz")
+    subprocess.run(["tar", "-xzf", archive, "-C", directory], check=True)
+    return directory / archive.name.removesuffix(".tar.gz")
+
+
+def build(kind: str, project: Path, to: Path, **environment: str) -> None:
+    """What pip and build do, without fetching setuptools."""
+    program = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    result = subprocess.run(
+        [sys.executable, "-c", program, to],
+        cwd=project,
+        env={**os.environ, **environment},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    find_tool("gcc")
+    return build_wheel(unpacked, tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(unpacked: Path, directory: Path, **environment: str) -> Path:
+    shutil.copytree(unpacked, directory / "copy")
+    build("wheel", directory / "copy", directory, **environment)
     (path,) = directory.glob("*.whl")
     return path
 
 
+def test_the_archive_has_all_that_the_tests_need(unpacked: Path) -> None:
+    def files(root: Path) -> set[str]:
+        made = re.compile(r"(^|/)\.(?!pre-commit)|\.(so|pyc|orig)$|\.egg-info(/|$)|^bench/(images|results)/")
+        paths = (path.relative_to(root).as_posix() for path in walk(root))
+        return {path for path in paths if not made.search(path)}
+
+    made = {"PKG-INFO", "setup.cfg"}
+    assert files(unpacked) - made == files(ROOT)
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """The files below ROOT, but for what is not in the archive."""
+    for directory, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if name not in NOT_IN_THE_ARCHIVE]
+        yield from (Path(directory, name) for name in names)
+
+
+def test_the_wheel_has_the_extension_for_every_python(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert "imgsum/hash/_lanes.abi3.so" in archive.namelist()
+        assert "imgsum/hash/lanes.c" not in archive.namelist()
+    assert "-cp311-abi3-linux_" in wheel.name
+
+
+@pytest.mark.parametrize("environment", [{"CC": "false"}, {"CC": "no-such-compiler"}, {"PATH": "/nonexistent"}])
+def test_the_wheel_without_a_compiler(environment: dict[str, str], unpacked: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(unpacked, tmp_path, **environment)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+    check_works_by_itself(wheel, tmp_path)
+
+
 def test_the_wheel_works_by_itself(wheel: Path, tmp_path: Path) -> None:
+    check_works_by_itself(wheel, tmp_path)
+
+
+def check_works_by_itself(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     image = tmp_path / "disk.raw"

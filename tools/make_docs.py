@@ -110,7 +110,7 @@ def _roff(text: str) -> str:
 
 def completions() -> dict[Path, str]:
     """Each completion file's path and text."""
-    names = {"bash": "imgsum.bash", "zsh": "_imgsum"}
+    names = {"bash": "imgsum", "zsh": "_imgsum"}
     texts = {}
     for shell, name in names.items():
         parser = options.docs_parser()

@@ -13,14 +13,16 @@ _ZEROS = bytearray(64 * KIB)  # bytearray.startswith(memoryview) is memcmp; memo
 
 def block_digests(content: memoryview, construction: Construction, zero_digest: bytes) -> bytes:
     """The digests of CONTENT's blocks, laid end to end. A whole block of zeros has ZERO_DIGEST, without hashing."""
-    block_size, new = construction.block_size, construction.algorithm.new
+    block_size, algorithm = construction.block_size, construction.algorithm
+    if algorithm.hash_blocks is not None and len(content) > block_size:  # nothing is gained for a single block
+        return algorithm.hash_blocks(content, block_size, zero_digest)
     digests = []
     for at in range(0, len(content), block_size):
         block = content[at : at + block_size]
         if len(block) == block_size and is_zero(block):
             digests.append(zero_digest)
         else:
-            digests.append(new(block).digest())
+            digests.append(algorithm.new(block).digest())
     return b"".join(digests)
 
 
