@@ -459,7 +459,7 @@ def test_without_the_packages_that_distributions_lack(
     usage_error(imgsum("checksum", "-a", "xxh128", disk), f"imgsum: xxh3-128 {needs} xxhash")
     result = imgsum("algorithms")
     assert f"blake3       {needs} blake3\n" in result.text
-    assert "sha256        256 bits  (default)\n" in result.text
+    assert "sha256        256 bits  (default)  by " in result.text
     assert (result.stderr, result.status) == (b"", 0)
     records = [json.loads(line) for line in imgsum("algorithms", "--json").text.splitlines()]
     assert {record["algorithm"] for record in records if "error" in record} == {
