@@ -83,6 +83,10 @@ class BlkHash:
             self._outer.update(self._zero_run)
         self._outer.update(self.zero_digest * rest)
 
+    def so_far(self) -> bytes:
+        """H of the digests that were added so far."""
+        return self._outer.copy().digest()
+
     def finish(self, size: int) -> str:
         """The checksum, as lower-case hex, of an image of SIZE bytes. Nothing may follow."""
         if self._size_at_end:

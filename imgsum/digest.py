@@ -24,6 +24,9 @@ class Hash(Protocol):
     def digest(self) -> bytes:
         """The digest of all that was hashed."""
 
+    def copy(self) -> Hash:
+        """Another one that has hashed the same."""
+
 
 class Algorithm(NamedTuple):
     """A hash function of fixed digest length."""

@@ -90,11 +90,14 @@ def coalesce(extents: Iterable[Extent], most: int, most_zero: int) -> Iterator[E
         yield Extent(start, length, zero)
 
 
-def cut(extents: Iterable[Extent], most: int) -> Iterator[Extent]:
-    """EXTENTS in parts of at most MOST bytes. Lazily, however long they are."""
+def below(extents: Iterable[Extent], limit: int) -> Iterator[Extent]:
+    """EXTENTS, of which nothing from LIMIT on is zero."""
     for start, length, zero in extents:
-        for at in range(start, start + length, most):
-            yield Extent(at, min(most, start + length - at), zero)
+        inside = min(length, max(0, limit - start)) if zero else length
+        if inside:
+            yield Extent(start, inside, zero)
+        if inside < length:
+            yield Extent(start + inside, length - inside, False)
 
 
 def overlay(first: Iterable[Extent], second: Iterable[Extent]) -> Iterator[tuple[int, int, tuple[bool, bool]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Generator, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from imgsum import blkhash
 from imgsum.blkhash import BlkHash, Construction
@@ -25,10 +25,16 @@ from imgsum.engine.content import (
     open_content,
 )
 from imgsum.engine.pool import Pool, Worker
-from imgsum.errors import Error, MismatchError, ReadError
-from imgsum.extent import Extent, align, coalesce
+from imgsum.errors import ChangedError, Error, MismatchError, ReadError, UsageError
+from imgsum.extent import Extent, align, below, coalesce
 from imgsum.hash.blocks import block_digests, digest_of_block
 from imgsum.source import OpenOptions
+
+if TYPE_CHECKING:
+    from imgsum.index.format import Index, Writer
+
+SAMPLE = 256
+"""Reused data blocks that are read all the same, unless a number is given."""
 
 
 class Checksum(NamedTuple):
@@ -58,6 +64,20 @@ class Task(NamedTuple):
     """What the content's size must be, if that is known. Nothing is read of an image of another size."""
     error: Error | None = None
     """Why there is nothing to do. It takes its place among the results."""
+    index_path: str | None = None
+    """Where the image's index is to be written, if it is."""
+    since: Since | None = None
+    """Which blocks need not be read."""
+
+
+class Since(NamedTuple):
+    """Blocks that certainly did not change come from an index."""
+
+    old: Index
+    bitmap: str | None = None
+    """The dirty bitmap that tells which; None: the evidence in the index does."""
+    sample: int = SAMPLE
+    """How many of the reused data blocks are read all the same, and compared."""
 
 
 def checksum(
@@ -109,7 +129,11 @@ def checksum_tasks(
                     opened.remove(run)
                     yield run.finish()
                 elif run.error is None:
-                    run.fold(item, done.result)
+                    try:
+                        run.fold(item, done.result)
+                    except Error as error:
+                        run.error = error
+                        continue
                     if progress:
                         progress.advance(run.done)
     finally:
@@ -118,13 +142,16 @@ def checksum_tasks(
 
 
 class _Item(NamedTuple):
-    """Some content of an image, in order; or, with neither field set, its end."""
+    """`length` bytes of an image's content, in order: to be hashed, reused, or certainly zero; or the image's end."""
 
     run: _Run
+    length: int = 0
     part: Part | None = None
     """Whole blocks to be loaded and hashed. The last block of the content may be shorter."""
-    zeros: int = 0
-    """Bytes that are certainly zero."""
+    digests: bytes | None = None
+    """Of the blocks, from an index. With a part: what that must have, a sample that is not folded."""
+    reused: bool = False
+    """What the blocks are is known from an index."""
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +161,7 @@ class _Item(NamedTuple):
     @property
     def is_end(self) -> bool:
         """Nothing is left of the image. Until this is taken its files are open, or its server runs."""
-        return self.part is None and not self.zeros
+        return self.part is None and not self.length
 
     @property
     def weight(self) -> int:
@@ -148,24 +175,89 @@ def _items(tasks: Iterable[Task], opened: list[_Run]) -> Iterator[_Item]:
         run = _Run(task)
         opened.append(run)
         try:
-            yield from _items_of(run, run.open())
+            content = run.open()
+            if task.since is None:
+                yield from _items_to_read(run, content, content.start, content.bound)
+            else:
+                yield from _items_since(run, content, task.since)
         except Exception as error:
             run.feed_error = error  # comes after the errors of the items before it
         yield _Item(run)
 
 
-def _items_of(run: _Run, content: Content) -> Iterator[_Item]:
-    aligned = align(run.count(content.extents()), run.construction.block_size, content.start, content.bound)
+def _items_to_read(run: _Run, content: Content, start: int, end: int) -> Iterator[_Item]:
+    """START..END of CONTENT, which is whole blocks, as items."""
+    aligned = align(run.count(content.extents(start, end)), run.construction.block_size, start, end)
     for extent in coalesce(aligned, content.part_size, MAX_ZERO_PART):
         if run.error is not None:
             return
         if extent.zero:
-            yield _Item(run, zeros=extent.length)
+            yield _Item(run, extent.length)
             continue
         part = content.part(extent.start, extent.length)
-        yield _Item(run, part)
+        yield _Item(run, part.length, part)
         if content.end is not None and part.start + part.length >= content.end:
             return
+
+
+def _items_since(run: _Run, content: Content, since: Since) -> Iterator[_Item]:
+    """CONTENT as items: what is unchanged since an index was made from there, the rest to be read."""
+    index, block_size = since.old, run.construction.block_size
+    if index.construction != run.construction:
+        raise UsageError(
+            f"the index is of {index.algorithm} over blocks of {index.block_size} bytes, and the checksum is not"
+        )
+    whole = index.size == content.bound and index.checksum is not None
+    limit = (
+        content.bound if whole else min(index.blocks * block_size, index.size, content.bound) // block_size * block_size
+    )
+    sample = _Sample(index.data_blocks, since.sample)
+    unchanged = below(content.unchanged(index.format, index.evidence, since.bitmap), limit)
+    for start, length, is_known in coalesce(
+        align(unchanged, block_size, 0, content.bound), MAX_ZERO_PART, MAX_ZERO_PART
+    ):
+        if not is_known:
+            yield from _items_to_read(run, content, start, start + length)
+            continue
+        at, end = start, start + length
+        for number, known in index.runs(start // block_size):
+            reused = min(number, -(-(end - at) // block_size))
+            digests = None
+            if known is not None:
+                digests = known[: reused * index.digest_size]
+                for block in sample.of(reused):
+                    block_start = at + block * block_size
+                    part = content.part(block_start, min(block_size, end - block_start))
+                    expected = digests[block * index.digest_size : (block + 1) * index.digest_size]
+                    yield _Item(run, part.length, part, expected, reused=True)
+            size = min(reused * block_size, end - at)
+            yield _Item(run, size, digests=digests, reused=True)
+            at += size
+            if at >= end or run.error is not None:
+                break
+    index.check_unchanged()
+
+
+class _Sample:
+    """Which of so many data blocks are read although they are known: one at random of each of COUNT equal parts."""
+
+    def __init__(self, blocks: int, count: int) -> None:
+        from random import SystemRandom  # who made the image must not know where we look
+
+        self._random = SystemRandom()
+        self._step = max(1, blocks // count) if count else 0
+        self._seen = 0
+        self._stratum = 0
+        self._next = self._random.randrange(self._step) if count else 0
+
+    def of(self, number: int) -> Iterator[int]:
+        """Those of the next NUMBER data blocks, counted from the first of these."""
+        end = self._seen + number
+        while self._step and self._next < end:
+            yield self._next - self._seen
+            self._stratum += 1
+            self._next = self._stratum * self._step + self._random.randrange(self._step)
+        self._seen = end
 
 
 def _digest(worker: Worker, item: _Item) -> bytes:
@@ -192,13 +284,14 @@ class _Run:
         self.construction = task.construction
         self.content: Content | None = None
         self.size: int | None = None
-        self.hash = BlkHash(task.construction)
+        self.hash: BlkHash | Writer = BlkHash(task.construction)
+        self._writer: Writer | None = None
         self.done = 0
         self.error: BaseException | None = None
         """The first in content order. Once it is set, workers skip what is left of this image."""
         self.feed_error: BaseException | None = None
         self._task = task
-        self._bytes_read = self._zero_bytes = self._extents = self._requests = 0
+        self._bytes_read = self._zero_bytes = self._reused_bytes = self._extents = self._requests = 0
         self._started = time.monotonic()
 
     def open(self) -> Content:
@@ -212,6 +305,16 @@ class _Run:
             if expected is not None and self.size != expected:
                 hint = f" (--length {expected} reads no more of it)" if self.size > expected else ""
                 raise MismatchError(f"has {self.size} bytes, and the sum is of {expected} bytes{hint}")
+        if self._task.index_path is not None:
+            from imgsum.index.format import Writer
+
+            self.hash = self._writer = Writer(
+                self._task.index_path,
+                self.construction,
+                size=self.size,
+                image_format=content.format,
+                evidence=content.evidence(),
+            )
         return content
 
     def count(self, extents: Iterable[Extent]) -> Iterator[Extent]:
@@ -221,21 +324,31 @@ class _Run:
             yield extent
 
     def fold(self, item: _Item, digests: bytes | None) -> None:
-        """Add ITEM, whose blocks have DIGESTS, to the checksum."""
+        """Add ITEM, whose blocks have DIGESTS where they were hashed, to the checksum."""
         if item.part is not None:
             assert self.content is not None
             assert digests is not None
-            self.hash.update(digests)
-            self.done += item.part.length
-            self._bytes_read += item.part.length
+            self._bytes_read += item.length
             self._requests += self.content.requests(item.part)
+            if item.reused:
+                if digests != item.digests:
+                    raise ChangedError(
+                        "differs from the index: that is not of what this image was made from", offset=item.part.start
+                    )
+                return
+            self.hash.update(digests)
+        elif item.digests is not None:
+            self.hash.update(item.digests)
         else:
-            blocks, rest = divmod(item.zeros, self.construction.block_size)
+            blocks, rest = divmod(item.length, self.construction.block_size)
             self.hash.zero(blocks)
             if rest:  # the last block of the content
                 self.hash.update(blkhash.zero_digest(self.construction.algorithm, rest))
-            self.done += item.zeros
-            self._zero_bytes += item.zeros
+        self.done += item.length
+        if item.reused:
+            self._reused_bytes += item.length
+        elif item.part is None:
+            self._zero_bytes += item.length
 
     def finish(self) -> Checksum | Error:
         """Close the image. Its checksum, if every byte was read and none changed meanwhile."""
@@ -248,14 +361,20 @@ class _Run:
                     content.check_unchanged()
         except Error as changed:
             error = changed
-        self.close()
         if error is None and self.size not in (None, self.done):
             error = ReadError(f"only {self.done} of {self.size} bytes were read")  # a bug, and no checksum
+        hexdigest = ""
+        try:
+            if error is None:
+                hexdigest = self.hash.finish(self.done)
+        except Error as unwritten:
+            error = unwritten
+        self.close(error)
         if error is not None:
             return about_image(error, self.name)
         assert content is not None
         return Checksum(
-            hexdigest=self.hash.finish(self.done),
+            hexdigest=hexdigest,
             algorithm=self.construction.algorithm.name,
             block_size=self.construction.block_size,
             size=self.done,
@@ -269,12 +388,15 @@ class _Run:
                 self._requests,
                 time.monotonic() - self._started,
                 details,
+                self._reused_bytes,
             ),
             note=content.note,
         )
 
-    def close(self) -> None:
-        """Give back what is open."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back what is open. What an index has so far is kept, unless ERROR says that it may be wrong."""
+        if self._writer is not None:
+            self._writer.close(keep=not isinstance(error, ChangedError))
         if self.content is not None:
             self.content.close()
 

@@ -250,7 +250,7 @@ class Pair:
         """The extents of CONTENT, aligned and merged, and then, up to BOUND, zeros."""
 
         def counted() -> Iterator[Extent]:
-            for extent in content.extents():
+            for extent in content.extents(content.start, content.bound):
                 self._extents += 1
                 yield extent
 

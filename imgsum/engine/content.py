@@ -11,9 +11,9 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from imgsum.engine.pool import WORKERS, Worker, page_aligned
-from imgsum.errors import OpenError, ReadError
+from imgsum.errors import OpenError, ReadError, RefusedError
 from imgsum.extent import Extent, tile
-from imgsum.source import OpenOptions, Reader, Source, command_name, open_source
+from imgsum.source import Evidence, OpenOptions, Reader, Source, command_name, open_source
 from imgsum.source.stream import Stream
 from imgsum.units import GIB, MAX_SIZE, MIB
 
@@ -38,6 +38,8 @@ class Stats(NamedTuple):
     seconds: float
     details: dict[str, object]
     """What the source says of how it was read."""
+    reused_bytes: int = 0
+    """Not read, as an index says what they are."""
 
 
 class Progress(Protocol):
@@ -78,8 +80,11 @@ class Content(Protocol):
     note: str | None
     """What a user should know about a checksum of this content, or None."""
 
-    def extents(self) -> Iterator[Extent]:
-        """The extents of the range: lazily, in order, tiling it. Those of a stream may go beyond its end."""
+    def extents(self, start: int, end: int) -> Iterator[Extent]:
+        """The extents of START..END, inside the range: lazily, in order, tiling it. A stream has them only once.
+
+        Those of a stream may go beyond its end.
+        """
 
     def part(self, start: int, length: int) -> Part:
         """What a worker needs to load LENGTH bytes from START; less than LENGTH only where a stream ends.
@@ -101,6 +106,16 @@ class Content(Protocol):
 
     def check_unchanged(self) -> None:
         """Raise ChangedError if the content may have changed since the image was opened."""
+
+    def evidence(self) -> Evidence:
+        """What tells this content from a later one; empty where nothing does."""
+
+    def unchanged(self, image_format: str, evidence: Evidence, bitmap: str | None) -> Iterator[Extent]:
+        """The extents of the range; `zero` stands for "certainly as in the image of that format and EVIDENCE".
+
+        BITMAP: the name of a dirty bitmap that was begun when EVIDENCE was taken; it decides alone. Raises RefusedError
+        when nothing is certain.
+        """
 
     def details(self) -> dict[str, object]:
         """What --stats says of how the image was read."""
@@ -162,9 +177,9 @@ class _Range:
         self._options = options
         self._readers: dict[int, Reader] = {}  # by the worker's index
 
-    def extents(self) -> Iterator[Extent]:
-        answer = self._source.extents(self.start, self.bound - self.start) if self._options.extents else iter(())
-        return tile(answer, self.start, self.bound)
+    def extents(self, start: int, end: int) -> Iterator[Extent]:
+        answer = self._source.extents(start, end - start) if self._options.extents else iter(())
+        return tile(answer, start, end)
 
     def part(self, start: int, length: int) -> Part:
         return Part(start, length)
@@ -185,10 +200,41 @@ class _Range:
     def release(self, part: Part) -> None:
         pass
 
+    def evidence(self) -> Evidence:
+        found: Evidence = getattr(self._source, "evidence", list)()
+        return found
+
+    def unchanged(self, image_format: str, evidence: Evidence, bitmap: str | None) -> Iterator[Extent]:
+        if bitmap is not None:
+            clean = getattr(self._source, "clean", None)
+            if clean is None:
+                raise RefusedError("has no dirty bitmaps that are read here: a qcow2 image or an NBD export has")
+            return tile(clean(bitmap), self.start, self.bound)
+        if any("block_device" in record for record in self.evidence()):
+            raise RefusedError("is on a block device, and no time says when that was written to: read it all")
+        if image_format == self.format and same_evidence(evidence, self.evidence()):
+            return iter([Extent(self.start, self.bound - self.start, True)])
+        unchanged = getattr(self._source, "unchanged", None)
+        found = None if unchanged is None else unchanged(image_format, evidence)
+        if found is None:
+            raise RefusedError(
+                "is not the image of the index, nor one on top of it: nothing is certain, so read it all"
+            )
+        return tile(found, self.start, self.bound)
+
     def close(self) -> None:
         for reader in list(self._readers.values()):
             reader.close()
         self._source.close()
+
+
+def same_evidence(one: Evidence, other: Evidence) -> bool:
+    """Whether both are of the same files, wherever those are seen from, at the same time. Nothing is not the same."""
+
+    def known(evidence: Evidence) -> Evidence:
+        return [{key: value for key, value in record.items() if key != "path"} for record in evidence]
+
+    return bool(one) and all("ctime_ns" in record for record in one) and known(one) == known(other)
 
 
 def _note_of_size(source: Source) -> str | None:
@@ -225,14 +271,14 @@ class _Streamed:
         self._count = count_buffers(self.part_size, options)
         self._buffers: SimpleQueue[memoryview] = SimpleQueue()
 
-    def extents(self) -> Iterator[Extent]:
+    def extents(self, start: int, end: int) -> Iterator[Extent]:
         for _ in range(self._count):
             self._buffers.put(memoryview(page_aligned(self.part_size)))
         self._skip(self.start)
-        if self.bound > self.start:
-            yield Extent(self.start, self.bound - self.start, False)
+        if end > start:
+            yield Extent(start, end - start, False)
         else:
-            self.end = self.bound
+            self.end = end
 
     def part(self, start: int, length: int) -> Part:
         buffer = self._buffers.get()
@@ -262,6 +308,12 @@ class _Streamed:
 
     def requests(self, part: Part) -> int:
         return min(part.length, 1)
+
+    def evidence(self) -> Evidence:
+        return []
+
+    def unchanged(self, image_format: str, evidence: Evidence, bitmap: str | None) -> Iterator[Extent]:
+        raise RefusedError("is a stream: all of it must be read")
 
     def release(self, part: Part) -> None:
         assert part.buffer is not None

@@ -85,6 +85,14 @@ class Reader(Protocol):
         """Give back what the reader holds. The source stays open."""
 
 
+Evidence = list[dict[str, object]]
+"""What tells an image's content from a later one: a record for each file, in the order of the chain.
+
+A file's record has `path`, `device`, `inode`, `size` (bytes), `mtime_ns` and `ctime_ns`. Two images of one format whose
+records are equal, but for the paths, have the same content, as far as timestamps can tell.
+"""
+
+
 class Source(Protocol):
     """An open image. Its methods are called by the feeding thread; its readers by the workers."""
 
@@ -113,6 +121,18 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Give back everything: descriptors, connections, children, directories."""
+
+    # What a source may have besides; engine/content.py has the fallback of each.
+    #
+    # evidence() -> Evidence
+    #
+    # unchanged(image_format: str, evidence: Evidence) -> Iterator[Extent] | None
+    #     The extents of the content; `zero` stands for "certainly as in the image of that format and evidence". None:
+    #     that image is not a part of this one.
+    #
+    # clean(bitmap: str) -> Iterator[Extent]
+    #     The extents of the content; `zero` stands for "not dirty in that bitmap". Raises RefusedError where the bitmap
+    #     is not there, or says nothing that counts.
 
 
 def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:

@@ -99,6 +99,20 @@ class HostFile:
             raise ChangedError(f"the file has more content than its size says, {size} bytes", name=self.name)
         self._refuse_if_in_use()
 
+    def evidence(self) -> dict[str, object]:
+        """The record of this file: see Source. A block device has none, as no time says when it was written to."""
+        if self.is_block_device:
+            return {"path": self.path, "block_device": True}
+        status = self._status
+        return {
+            "path": self.path,
+            "device": status.st_dev,
+            "inode": status.st_ino,
+            "size": self.size,
+            "mtime_ns": status.st_mtime_ns,
+            "ctime_ns": status.st_ctime_ns,
+        }
+
     def _refuse_if_in_use(self) -> None:
         if not self._force_share:
             refuse_if_in_use(self.fd, self.name)
@@ -246,6 +260,10 @@ class RawSource:
     def check_unchanged(self) -> None:
         """See Source."""
         self.file.check_unchanged()
+
+    def evidence(self) -> list[dict[str, object]]:
+        """See Source."""
+        return [self.file.evidence()]
 
     def facts(self) -> dict[str, object]:
         """See Source."""
