@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "imgsum"
 LAYERS = [
     {"imgsum.errors", "imgsum.extent", "imgsum.units"},
     {"imgsum.digest", "imgsum.blkhash", "imgsum.hash"},
-    {"imgsum.source"},
+    {"imgsum.source", "imgsum.index"},
     {"imgsum.engine"},
     {"imgsum.sums"},
     {"imgsum.checking"},
