@@ -66,6 +66,10 @@ class RefusedError(Error):
     """The image could be read, but a rule says not to: locked, untrusted, a protocol name, a lossy format."""
 
 
+class NotNativeError(RefusedError):
+    """The image, or one that it refers to, is for QEMU to read."""
+
+
 class FormatError(Error):
     """The image says it is of a format, and breaks that format's rules."""
 

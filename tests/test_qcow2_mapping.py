@@ -12,9 +12,10 @@ from qcow2_build import COPIED, compressed_entry, header, image
 from qcow2_build import ZERO as ZERO_FLAG
 
 from imgsum.errors import FormatError, TruncatedError
+from imgsum.source.layers import COMPRESSED, DATA, UNALLOCATED, ZERO, Run, resolve
 from imgsum.source.qcow2.header import parse
-from imgsum.source.qcow2.mapping import COMPRESSED, DATA, UNALLOCATED, ZERO, Mapping, Run, resolve
-from imgsum.source.qcow2.tables import TableCache
+from imgsum.source.qcow2.mapping import Mapping
+from imgsum.source.tables import TableCache
 
 SECTOR = 512
 HUGE = 1 << 62  # files that nothing lies past the end of
@@ -192,7 +193,7 @@ def test_a_compressed_cluster(cluster_bits: int, length: int) -> None:
     tested = mapping(image([compressed_entry(12345, length, cluster_bits)], cluster_bits=cluster_bits, size=size))
     (run,) = tested.runs(0, size)
     end = (12345 + length + 511) // 512 * 512  # the last sector is padded
-    assert run == (0, size, COMPRESSED, 12345, end - 12345)
+    assert run == Run(0, size, COMPRESSED, 12345, end - 12345)
     assert list(tested.runs(100, 300)) == [Run(100, 200, COMPRESSED, 12345, end - 12345)]
 
 

@@ -19,10 +19,9 @@ from reference import blkhash
 import imgsum
 from imgsum import OpenOptions
 from imgsum.errors import ChangedError, Error, FormatError, OpenError, RefusedError, TruncatedError, UsageError
-from imgsum.source import open_source
+from imgsum.source import compressed, open_source
 from imgsum.source.file import HostFile
-from imgsum.source.qcow2 import compressed
-from imgsum.source.qcow2.source import MAX_LAYERS
+from imgsum.source.layers import MAX_LAYERS
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 CLUSTER = 64 * KIB

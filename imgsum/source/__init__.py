@@ -10,11 +10,12 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from imgsum.errors import Error, OpenError, RefusedError, UsageError
+from imgsum.errors import Error, NotNativeError, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.units import MIB, TIB
 
 if TYPE_CHECKING:
+    from imgsum.source.file import HostFile
     from imgsum.source.stream import Stream
 
 FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc")
@@ -250,11 +251,9 @@ def _open_file(path: str, options: OpenOptions) -> Source:
             if options.snapshot is not None:
                 raise UsageError("a raw image has no snapshots")
             return RawSource(file)
-        if name == "qcow2" and options.reader != "qemu":
-            from imgsum.source.qcow2.source import NotNativeError, open_qcow2
-
+        if name in _NATIVE and options.reader != "qemu":
             try:
-                return open_qcow2(file, options)
+                return _NATIVE[name](file, options)
             except NotNativeError:
                 if options.untrusted or options.reader == "native":
                     raise
@@ -264,3 +263,14 @@ def _open_file(path: str, options: OpenOptions) -> Source:
     except BaseException:
         file.close()
         raise
+
+
+def _qcow2(file: HostFile, options: OpenOptions) -> Source:
+    from imgsum.source.qcow2.source import open_image
+
+    return open_image(file, options)
+
+
+_NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {"qcow2": _qcow2}
+"""Formats that are read without QEMU. An opener takes FILE, and leaves it to the caller when it raises an imgsum.Error:
+NotNativeError for what QEMU must read."""

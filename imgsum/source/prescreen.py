@@ -172,7 +172,7 @@ def _qcow2(read: ReadBytes, size: int) -> Links:
     """What QEMU reads of qcow2: mostly encrypted images. QEMU takes what a file lacks at its end for zeros."""
     from imgsum.source.qcow2.header import parse
     from imgsum.source.qcow2.mapping import Mapping
-    from imgsum.source.qcow2.tables import TableCache
+    from imgsum.source.tables import TableCache
 
     header = parse(read)
     if header.has_data_file:

@@ -16,8 +16,9 @@ from array import array
 from collections.abc import Iterator
 
 from imgsum.errors import FormatError, RefusedError
+from imgsum.source.layers import COMPRESSED, DATA, Limit
 from imgsum.source.qcow2.header import Header
-from imgsum.source.qcow2.mapping import COMPRESSED, DATA, Mapping
+from imgsum.source.qcow2.mapping import Mapping
 from imgsum.units import KIB, MIB
 
 _MAX_BITMAP = 16 * MIB  # bytes: 8 TiB of file with 64 KiB clusters
@@ -36,13 +37,13 @@ def audit(header: Header, mapping: Mapping, file_size: int, data_size: int) -> N
     used = _Clusters(file_size, bits)
     # An L2 table or a run of the mapping costs 10 to 20 us in all. Writers spend a cluster, of 512 bytes or more, on
     # each, or compressed data. Less than 256 bytes of that may be all that 64 KiB need: 4 GiB are free.
-    steps = _Limit("L2 tables and pieces of content", (1 << 16) + data_size // 256)
+    steps = Limit("L2 tables and pieces of content", (1 << 16) + data_size // 256)
     # A table of 64 KiB with one entry has 4 KiB of data after a copy that makes holes of zeros.
-    tables = _Limit("bytes of tables", 64 * MIB + 16 * data_size)
+    tables = Limit("bytes of tables", 64 * MIB + 16 * data_size)
     # The last sector of compressed data is shared with the next cluster's, so only the others are counted.
-    stored = _Limit("bytes of compressed data", MIB + 2 * data_size)
+    stored = Limit("bytes of compressed data", MIB + 2 * data_size)
     # Deflate makes up to 1032 bytes of one, zstd 32768. Real disks are compressed to a half or a tenth.
-    unpacked = _Limit("bytes of decompressed data", 512 * MIB + 64 * data_size)
+    unpacked = Limit("bytes of decompressed data", 512 * MIB + 64 * data_size)
 
     used.take(0, 1, 0)
     used.take(header.l1_offset >> bits, -(-header.l1_needed * 8 >> bits), 0)
@@ -71,21 +72,6 @@ def audit(header: Header, mapping: Mapping, file_size: int, data_size: int) -> N
         if host == last or used.has(host >> bits):
             raise FormatError(f"the compressed cluster at byte {host} of the file is in a cluster that is used twice")
         last = host
-
-
-class _Limit:
-    """How much of one kind of work an image may make."""
-
-    def __init__(self, what: str, limit: int) -> None:
-        self._what = what
-        self._limit = limit
-        self._left = limit
-
-    def add(self, amount: int) -> None:
-        """Count AMOUNT, or refuse."""
-        self._left -= amount
-        if self._left < 0:
-            raise RefusedError(f"has more than {self._limit} {self._what}, too many for its size with --untrusted")
 
 
 class _Clusters:

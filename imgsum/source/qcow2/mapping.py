@@ -10,65 +10,13 @@ Tables are read in slices (tables.py), only where they are needed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
 
-from imgsum.errors import FormatError, TruncatedError
+from imgsum.errors import FormatError
 from imgsum.source import ReadBytes
+from imgsum.source.layers import COMPRESSED, DATA, UNALLOCATED, ZERO, Run, add_run, check_run, truncated
 from imgsum.source.qcow2.header import Header
-from imgsum.source.qcow2.tables import SLICE, Table, TableCache, decode, progression
-
-UNALLOCATED, ZERO, DATA, COMPRESSED = range(4)
-"""Kinds of runs. Unallocated: whatever the backing file has there, or zeros."""
-
-
-class Run(NamedTuple):
-    """`length` > 0 bytes of content from `start`, all of one kind."""
-
-    start: int
-    length: int
-    kind: int
-    host: int = 0
-    """DATA: where it is in the data's file. COMPRESSED: where the whole cluster's compressed bytes are."""
-    stored: int = 0
-    """COMPRESSED: how many bytes those are at most. The run is of one cluster, or of a part of it."""
-
-    @property
-    def end(self) -> int:
-        """The offset after the last byte."""
-        return self.start + self.length
-
-
-class Layer(Protocol):
-    """One image of a backing chain."""
-
-    size: int
-
-    def runs(self, start: int, end: int) -> Iterable[Run]:
-        """The runs of START..END, not empty, in order, tiling it. What lies past the size is ZERO."""
-
-
-def resolve(layers: Sequence[Layer], start: int, end: int) -> Iterator[tuple[int, Run]]:
-    """The runs of START..END, which may be empty, each with the index of the layer that has it; none is UNALLOCATED.
-
-    What an image has not allocated is looked up in the next one, range by range, so that a short image in the middle
-    hides what a longer one below it has past its end, as in QEMU. Not recursive: chains can be deep.
-    """
-    below = len(layers) - 1
-    stack = [iter(layers[0].runs(start, end))] if start < end else []
-    while stack:
-        depth = len(stack) - 1
-        for run in stack[-1]:
-            if run.kind != UNALLOCATED:
-                yield depth, run
-            elif depth == below:
-                yield depth, Run(run.start, run.length, ZERO)
-            else:
-                stack.append(iter(layers[depth + 1].runs(run.start, run.start + run.length)))
-                break
-        else:
-            stack.pop()
-
+from imgsum.source.tables import SLICE, Table, TableCache, decode, progression
 
 _OFFSET_MASK = 0x00FFFFFFFFFFFE00
 _COPIED, _COMPRESSED_FLAG, _ZERO_FLAG = 1 << 63, 1 << 62, 1
@@ -78,7 +26,7 @@ _SANE = 1 << 55  # no file is as long; below it, thousands of clusters can be ad
 
 
 class Mapping:
-    """The runs of one image. Safe from any thread. Satisfies Layer."""
+    """The runs of one image. Safe from any thread. Satisfies Runs."""
 
     def __init__(
         self,
@@ -120,7 +68,7 @@ class Mapping:
         self._recent: tuple[int, Table] = (-1, (array("Q"), None))  # the slice that was used last, and its content
 
     def runs(self, start: int, end: int) -> Iterable[Run]:
-        """See Layer. DATA is coalesced over contiguous clusters of one slice. Raises FormatError, TruncatedError."""
+        """See Runs. DATA is coalesced over contiguous clusters of one slice. Raises FormatError, TruncatedError."""
         if end <= self.size and start >> self._slice_shift == end - 1 >> self._slice_shift:
             return self._slice_runs(start, end)  # a chain asks for many short ranges: this costs no generator
         return self._walk(start, end)
@@ -162,7 +110,7 @@ class Mapping:
         last = min(last, first + SLICE // 8, self._header.l1_size)
         entries, _ = self._table(self._header.l1_offset + first * 8, SLICE, 8)
         if len(entries) < last - first:
-            raise self._truncated(self._file_size, "in the L1 table", at)
+            raise truncated(self._file_size, "in the L1 table", at, self._name)
         entry = entries[index - first]
         if not entry:
             same = self._alike.length(entries, index - first, last - first)
@@ -195,7 +143,7 @@ class Mapping:
         entries, bitmaps = table
         index, last = start - slice_start >> bits, (end - 1 - slice_start >> bits) + 1
         if len(entries) < last:
-            raise self._truncated(self._file_size, "in the L2 table", start)
+            raise truncated(self._file_size, "in the L2 table", start, self._name)
         runs: list[Run] = []
         at = slice_start + (index << bits)
         while index < last:
@@ -215,26 +163,15 @@ class Mapping:
                     alike = (self._contiguous if step else self._alike).length(entries, index, until)
                     stop = min(at + (alike << bits), end)
                 if bitmap is None or kind == DATA:
-                    _add(runs, begin, stop, kind, host + begin - at)
+                    add_run(runs, begin, stop, kind, host + begin - at)
                 else:  # a run for each bitmap, so that who counts runs counts the work
                     runs.append(Run(begin, stop - begin, kind))
             index += alike
             at += alike << bits
         for run in runs:
             if run.kind >= DATA:
-                self._check_in_file(run)
+                check_run(run, self._data_size, self._name)
         return runs
-
-    def _check_in_file(self, run: Run) -> None:
-        """Raise TruncatedError if the file ends before the data of RUN does.
-
-        A compressed cluster may be cut off, as its last sector has padding: decompressing it shows.
-        """
-        if run.kind == DATA and run.host + run.length > self._data_size:
-            there = max(0, self._data_size - run.host)
-            raise self._truncated(self._data_size, "before the data", run.start + there)
-        if run.kind == COMPRESSED and run.host >= self._file_size:
-            raise self._truncated(self._file_size, "before the compressed cluster", run.start)
 
     def _kind(self, entry: int, bitmap: int | None, at: int) -> int | None:
         """What the cluster of ENTRY, at AT of the content, is; None when its subclusters differ. In QEMU's order."""
@@ -267,15 +204,11 @@ class Mapping:
             number = start - at >> bits
             kind = ZERO if bitmap >> 32 + number & 1 else DATA if bitmap >> number & 1 else UNALLOCATED
             stop = min(at + (number + 1 << bits), end)
-            _add(runs, start, stop, kind, host + start - at)
+            add_run(runs, start, stop, kind, host + start - at)
             start = stop
 
     def _bad(self, reason: str, at: int) -> FormatError:
         return FormatError(reason, name=self._name, offset=at)
-
-    def _truncated(self, file_end: int, where: str, at: int) -> TruncatedError:
-        reason = f"truncated: the file ends at byte {file_end}, {where} of the content"
-        return TruncatedError(reason, name=self._name, offset=at)
 
     def _compressed(self, entry: int, at: int, start: int, end: int) -> Run:
         """START..END of the compressed cluster at AT (spec: `Compressed Clusters Descriptor`)."""
@@ -285,13 +218,3 @@ class Mapping:
         host = entry & (1 << size_shift) - 1
         sectors = (entry >> size_shift & (1 << self._cluster_bits - 8) - 1) + 1
         return Run(start, end - start, COMPRESSED, host, sectors * 512 - host % 512)
-
-
-def _add(runs: list[Run], start: int, end: int, kind: int, host: int) -> None:
-    """Add START..END to RUNS, to the last of them where both are one run. HOST means nothing if it isn't DATA."""
-    if runs and runs[-1].kind == kind:
-        last = runs[-1]
-        if kind != DATA or last.host + last.length == host:
-            runs[-1] = Run(last.start, end - last.start, kind, last.host)
-            return
-    runs.append(Run(start, end - start, kind, host if kind == DATA else 0))

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from imgsum.errors import FormatError, MissingError
-from imgsum.source.qcow2.header import ZSTD
 from imgsum.units import KIB, MIB
 
 Stored = Callable[[], Iterable[memoryview]]
@@ -50,11 +49,6 @@ class EndsEarlyError(FormatError):
 
     def __init__(self) -> None:
         super().__init__("compressed cluster: the data ends early")
-
-
-def decompressor(compression: int, max_frames: int = MAX_FRAMES) -> Decompress:
-    """What decompresses clusters of this compression type, safe from any thread. Raises MissingError."""
-    return _zstd(max_frames) if compression == ZSTD else _inflate()
 
 
 class WholeClusters:
@@ -102,26 +96,29 @@ class _Cluster:
         """Bytes that were not yet asked for, if none is asked for twice."""
 
 
-def _inflate() -> Decompress:
-    """By ISA-L where it is installed: 64 KiB clusters of text at 780 MB/s, zlib-ng 560, zlib 350 (one core)."""
+def inflater(window_bits: int = -15) -> Decompress:
+    """What decompresses deflate, safe from any thread. WINDOW_BITS are zlib's: negative for streams without a header.
+
+    By ISA-L where it is installed: 64 KiB clusters of text at 780 MB/s, zlib-ng 560, zlib 350 (one core).
+    """
     library = _import_inflate()
 
     def inflate(stored: Stored, cluster: memoryview) -> None:
         try:
-            _inflate_with(library, stored(), cluster)
+            _inflate_with(library, window_bits, stored(), cluster)
         except library.error:
             # It refuses a few streams that zlib, and so QEMU, reads: zlib has the last word.
             try:
-                _inflate_with(zlib, stored(), cluster)
+                _inflate_with(zlib, window_bits, stored(), cluster)
             except zlib.error as problem:
                 raise FormatError(f"compressed cluster: {problem}") from problem
 
     return inflate
 
 
-def _inflate_with(library: Any, stored: Iterable[memoryview], cluster: memoryview) -> None:
+def _inflate_with(library: Any, window_bits: int, stored: Iterable[memoryview], cluster: memoryview) -> None:
     """Fill CLUSTER from the pieces of STORED. Raises the library's error, or EndsEarlyError."""
-    stream = library.decompressobj(-15)  # QEMU writes with a window of 12 bits, but reads what needs more
+    stream = library.decompressobj(window_bits)  # QEMU writes with a window of 12 bits, but reads what needs more
     done, size = 0, len(cluster)
     for piece in stored:
         for at in range(0, len(piece), _INFLATE_STEP):
@@ -141,7 +138,8 @@ def _inflate_with(library: Any, stored: Iterable[memoryview], cluster: memoryvie
     raise EndsEarlyError
 
 
-def _zstd(max_frames: int) -> Decompress:
+def zstd_decompressor(max_frames: int = MAX_FRAMES) -> Decompress:
+    """What decompresses zstd, at most MAX_FRAMES frames for a cluster, safe from any thread. Raises MissingError."""
     zstd = _import_zstd()
     options = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
     _keep_freed_blocks()

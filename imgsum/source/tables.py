@@ -1,4 +1,4 @@
-"""L1 and L2 tables in memory: slices of them, a bounded cache, and runs of entries found in C.
+"""Tables in memory: slices of them, a bounded cache, and runs of entries found in C.
 
 A slice may have thousands of entries that say one thing: those are compared many at a time. The 16 million of 1 TiB
 take 0.2 s so, and a loop over them takes 3.75 s.
@@ -6,20 +6,23 @@ take 0.2 s so, and a loop over them takes 3.75 s.
 
 from __future__ import annotations
 
+import struct
 import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
+from imgsum.errors import TruncatedError
+from imgsum.source import ReadBytes
 from imgsum.units import KIB, MIB
 
 SLICE = 32 * KIB
 """Bytes of a table that are read at once: 256 MiB of content with 64 KiB clusters. A chain needs one for each image."""
 
 Table = tuple["array[int]", "array[int] | None"]
-"""A slice of an L1 or L2 table: its entries, and for extended L2 entries their bitmaps."""
+"""A slice of a table: its entries, and for extended L2 entries their bitmaps."""
 
 
 def decode(raw: bytes, entry_size: int) -> Table:
@@ -37,6 +40,8 @@ class TableCache:
     def __init__(self, limit: int = 8 * MIB) -> None:
         self._limit = limit
         self._size = 0
+        self.loaded = 0
+        """Bytes of all slices that were ever read, as far as they take memory."""
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
 
@@ -49,6 +54,7 @@ class TableCache:
                 return table
         table = load()  # not under the lock: that two threads read the same slice is rare, and harmless
         with self._lock:
+            self.loaded += _cost(table)
             if key not in self._tables:
                 self._size += _cost(table)
             self._tables[key] = table
@@ -61,6 +67,48 @@ def _cost(table: Table) -> int:
     """Bytes that a slice takes in the cache, with what Python and the cache have for each."""
     entries, bitmaps = table
     return 512 + 8 * (len(entries) + (0 if bitmaps is None else len(bitmaps)))
+
+
+class Entries:
+    """Tables of the file NAME, with entries of one kind. Safe from any thread."""
+
+    def __init__(self, read: ReadBytes, name: str, code: str, cache: TableCache, number: int = 0) -> None:
+        """READ reads the file. An entry is of CODE: `<I`, `>I` or `<Q`. NUMBER tells files that share CACHE apart."""
+        self._read = read
+        self._name = name
+        self._code = code
+        self._size = struct.calcsize(code)
+        self._count = SLICE // self._size  # entries of a slice
+        self._cache = cache
+        self._number = number
+
+    def stretches(self, offset: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Entries FIRST..LAST of the table at OFFSET of the file: (index, count, entry), COUNT that are alike.
+
+        Lazily, a slice at a time. Raises TruncatedError where the file ends in them.
+        """
+        while first < last:
+            start = first // self._count * self._count
+            stop = min(last, start + self._count)
+            entries = self._slice(offset + start * self._size)
+            if len(entries) < stop - start:
+                raise TruncatedError("truncated: the file ends in one of its tables", name=self._name)
+            while first < stop:
+                entry = entries[first - start]
+                same = progression(0).length(entries, first - start, stop - start)
+                yield first, same, entry
+                first += same
+
+    def _slice(self, offset: int) -> array[int]:
+        return self._cache.get((self._number, offset, self._size), lambda: self._load(offset))[0]
+
+    def _load(self, offset: int) -> Table:
+        raw = self._read(offset, SLICE)
+        entries = array(self._code[1])
+        entries.frombytes(raw[: len(raw) // self._size * self._size])
+        if (self._code[0] == "<") != (sys.byteorder == "little"):
+            entries.byteswap()
+        return (entries if self._size == 8 else array("Q", entries)), None
 
 
 _SHORT = 32  # entries; runs up to this are found one by one, which takes 1.5 us, where the rest takes 7
