@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from imgsum import blkhash
 from imgsum.engine.checksum import Task, checksum_tasks
 from imgsum.errors import Error
+from imgsum.hash import blkhash
 from imgsum.source import OpenOptions
 
 

@@ -25,13 +25,13 @@ from __future__ import annotations
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 
 if TYPE_CHECKING:
-    from imgsum.checking import Report, Verdict, check
     from imgsum.engine.checksum import Checksum, checksum
     from imgsum.engine.compare import Comparison, compare
     from imgsum.engine.content import Stats
     from imgsum.engine.mask import Range
     from imgsum.errors import Error
     from imgsum.source import OpenOptions
+    from imgsum.sums.check import Report, Verdict, check
 
 __all__ = [
     "Checksum",
@@ -56,10 +56,10 @@ _HOMES = {
     "Error": "errors",
     "OpenOptions": "source",
     "Range": "engine.mask",
-    "Report": "checking",
+    "Report": "sums.check",
     "Stats": "engine.content",
-    "Verdict": "checking",
-    "check": "checking",
+    "Verdict": "sums.check",
+    "check": "sums.check",
     "checksum": "engine.checksum",
     "compare": "engine.compare",
 }

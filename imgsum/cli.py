@@ -44,7 +44,8 @@ def main() -> None:
 
 def run(argv: list[str]) -> int:
     """Do as ARGV says, and return the exit status."""
-    from imgsum import options, report
+    from imgsum import options
+    from imgsum.output import report
 
     try:
         arguments = options.parse(argv)
@@ -64,8 +65,9 @@ def run(argv: list[str]) -> int:
 
 
 def _checksum(arguments: Arguments) -> int:
-    from imgsum import blkhash, report
     from imgsum.engine.checksum import Checksum, Task, checksum_tasks
+    from imgsum.hash import blkhash
+    from imgsum.output import report
 
     how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
     names = arguments.names or ["-"]
@@ -117,12 +119,12 @@ def _compare(arguments: Arguments) -> int:
 
 
 def _algorithms(arguments: Arguments) -> int:
-    from imgsum import digest, report
-    from imgsum.hash import lanes
+    from imgsum.hash import algorithms, lanes
+    from imgsum.output import report
 
     if arguments.names:
         raise UsageError(f"algorithms takes no name: '{arguments.names[0]}'")
-    for algorithm in digest.available():
+    for algorithm in algorithms.available():
         by = lanes.sha256().description if algorithm.name == "sha256" else ""
         if arguments.json:
             record: dict[str, object] = {
@@ -136,9 +138,9 @@ def _algorithms(arguments: Arguments) -> int:
             report.write(report.to_json(record))
             continue
         remark = "" if algorithm.cryptographic else "  not cryptographic: finds accidents, not attacks"
-        default = "  (default)" if algorithm.name == digest.DEFAULT else ""
+        default = "  (default)" if algorithm.name == algorithms.DEFAULT else ""
         report.write(f"{algorithm.name:<12} {8 * algorithm.digest_size:4d} bits{default}{remark}{by and '  by ' + by}")
-    for name, reason in digest.not_installed():
+    for name, reason in algorithms.not_installed():
         if arguments.json:
             report.write(report.to_json({"schema": report.SCHEMA, "algorithm": name, "error": reason}))
         else:
@@ -183,7 +185,7 @@ def _known_format(name: str | None) -> str | None:
 
 def _watcher(arguments: Arguments, images: int | None) -> Progress | None:
     """Who hears of the progress of so many images (None: nobody knows how many), or None."""
-    from imgsum import progress
+    from imgsum.output import progress
 
     if arguments.progress_fd is not None:
         try:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from imgsum import blkhash, checking, report
-from imgsum.blkhash import Construction
-from imgsum.checking import Tally, Verdict
 from imgsum.engine.compare import Pair
 from imgsum.engine.content import Progress
 from imgsum.errors import DIFFERENT, OK, TROUBLE, Error, UsageError, printable
+from imgsum.hash import blkhash
+from imgsum.hash.blkhash import Construction
 from imgsum.options import Arguments
-from imgsum.report import LineWriter
+from imgsum.output import report
+from imgsum.output.report import LineWriter
 from imgsum.source import OpenOptions
+from imgsum.sums import check as checking
+from imgsum.sums.check import Tally, Verdict
 
 
 def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Progress | None]) -> int:

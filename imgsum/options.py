@@ -75,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: object = None) -> None:
         """Help and the version: written as results are, so that a full disk is an error for them too."""
-        from imgsum import report
+        from imgsum.output import report
 
         report.write(message, end="")
 

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import KIB, MIB
 
-from imgsum import Checksum, OpenOptions, blkhash, checksum
+from imgsum import Checksum, OpenOptions, checksum
 from imgsum.engine.checksum import Task, checksum_tasks
 from imgsum.errors import ChangedError, Error, OpenError, ReadError
 from imgsum.extent import Extent
+from imgsum.hash import blkhash
 from imgsum.hash.blocks import block_digests, is_zero
 
 BLOCK = 4 * KIB

@@ -14,12 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "imgsum"
 
 LAYERS = [
     {"imgsum.errors", "imgsum.extent", "imgsum.units"},
-    {"imgsum.digest", "imgsum.blkhash", "imgsum.hash"},
+    {"imgsum.hash"},
     {"imgsum.source", "imgsum.index"},
     {"imgsum.engine"},
     {"imgsum.sums"},
-    {"imgsum.checking"},
-    {"imgsum.report", "imgsum.progress"},
+    {"imgsum.output"},
     {"imgsum.option_groups", "imgsum.options", "imgsum.commands", "imgsum.cli", "imgsum.__main__"},
 ]
 """The floors. Each may import what is above it here, and its own modules."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import reference
 from conftest import HANG, Imgsum
 
-from imgsum.progress import Bar, Descriptor, Lines
+from imgsum.output.progress import Bar, Descriptor, Lines
 
 MIB = 1 << 20
 

@@ -92,8 +92,8 @@ def stuck(*args):
     os.write({fd}, b"0/100\\n")
     time.sleep(1000)
 os.preadv = stuck
-import imgsum.source.probe
-imgsum.source.probe.HEAD_SIZE = 0
+import imgsum.source.detect
+imgsum.source.detect.HEAD_SIZE = 0
 """
 
 

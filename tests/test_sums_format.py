@@ -15,9 +15,11 @@ from conftest import Imgsum
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from imgsum import Checksum, Stats, blkhash, report
+from imgsum import Checksum, Stats
 from imgsum.errors import Error
-from imgsum.sums import LONGEST_LINE, Line, MalformedError, parse_line, read_lines
+from imgsum.hash import blkhash
+from imgsum.output import report
+from imgsum.sums.grammar import LONGEST_LINE, Line, MalformedError, parse_line, read_lines
 
 CONTENT = b"some content"
 SUM = reference.blkhash(CONTENT)

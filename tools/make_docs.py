@@ -11,7 +11,8 @@ from pathlib import Path
 import shtab
 from argparse_manpage.manpage import Manpage
 
-from imgsum import __version__, digest, options
+from imgsum import __version__, options
+from imgsum.hash import algorithms
 from imgsum.source import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,8 +131,10 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
         elif action.dest in ("format", "second_format"):
             action.choices = FORMATS
         elif action.dest == "algorithm":
-            names = {digest.canonical(name) for name in hashlib.algorithms_guaranteed if not name.startswith("shake")}
-            action.choices = [*sorted(names | {"blake3"}), *digest.NOT_CRYPTOGRAPHIC]
+            names = {
+                algorithms.canonical(name) for name in hashlib.algorithms_guaranteed if not name.startswith("shake")
+            }
+            action.choices = [*sorted(names | {"blake3"}), *algorithms.NOT_CRYPTOGRAPHIC]
 
 
 def main() -> None:

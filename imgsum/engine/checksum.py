@@ -11,8 +11,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from imgsum import blkhash
-from imgsum.blkhash import BlkHash, Construction
 from imgsum.engine.content import (
     MAX_ZERO_PART,
     Content,
@@ -27,6 +25,8 @@ from imgsum.engine.content import (
 from imgsum.engine.pool import Pool, Worker
 from imgsum.errors import ChangedError, Error, MismatchError, ReadError, UsageError
 from imgsum.extent import Extent, align, below, coalesce
+from imgsum.hash import blkhash
+from imgsum.hash.blkhash import BlkHash, Construction
 from imgsum.hash.blocks import block_digests, digest_of_block
 from imgsum.source import OpenOptions
 

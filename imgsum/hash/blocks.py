@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from imgsum.blkhash import Construction
-from imgsum.digest import Hash
+from imgsum.hash.algorithms import Hash
+from imgsum.hash.blkhash import Construction
 from imgsum.units import KIB
 
 _ZEROS = bytearray(64 * KIB)  # bytearray.startswith(memoryview) is memcmp; memoryview == bytes is 70 times slower

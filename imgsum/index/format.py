@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple, Self
 
-from imgsum import blkhash
-from imgsum.blkhash import BlkHash, Construction
 from imgsum.errors import (
     ChangedError,
     Error,
@@ -34,6 +32,8 @@ from imgsum.errors import (
     naming,
     os_error_reason,
 )
+from imgsum.hash import blkhash
+from imgsum.hash.blkhash import BlkHash, Construction
 from imgsum.units import KIB, MAX_SIZE, MIB
 
 MAGIC = b'{"imgsum_index": 1,'

@@ -235,16 +235,16 @@ def is_stream(image: str) -> bool:
 
 
 def _open_file(path: str, options: OpenOptions) -> Source:
-    from imgsum.source import probe
+    from imgsum.source import detect
     from imgsum.source.file import HostFile, RawSource
 
     file = HostFile(path, path, options)
     try:
         name = options.format
         if name is None:
-            head = file.read_bytes(0, probe.HEAD_SIZE)
-            name = probe.detect(head, file.read_bytes(max(0, file.size - probe.TAIL_SIZE), probe.TAIL_SIZE))
-            reason = probe.not_as_named(path, name) if name != "raw" else probe.not_a_disk(head, path)
+            head = file.read_bytes(0, detect.HEAD_SIZE)
+            name = detect.detect(head, file.read_bytes(max(0, file.size - detect.TAIL_SIZE), detect.TAIL_SIZE))
+            reason = detect.not_as_named(path, name) if name != "raw" else detect.not_a_disk(head, path)
             if reason is not None:
                 raise RefusedError(reason)
         if name == "raw":

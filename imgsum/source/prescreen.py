@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
-from imgsum.source import ReadBytes, dmg, probe, vhd, vmdk
+from imgsum.source import ReadBytes, detect, dmg, vhd, vmdk
 from imgsum.source.reach import check_reach, vhdx_metadata
 from imgsum.units import KIB
 
@@ -57,7 +57,7 @@ def inspect(read: ReadBytes, size: int, format_name: str, allocated: int | None 
     ALLOCATED: bytes that the file has on the disk, as tables in holes cost nothing to make; None: all.
     Raises RefusedError, FormatError or TruncatedError.
     """
-    if format_name in _MAGIC and probe.detect(read(0, probe.HEAD_SIZE), b"") != format_name:
+    if format_name in _MAGIC and detect.detect(read(0, detect.HEAD_SIZE), b"") != format_name:
         raise FormatError(f"is not a {format_name} image: it does not begin as one")
     inspector = _INSPECTORS.get(format_name)
     links = inspector(read, size) if inspector else Links()

@@ -9,7 +9,7 @@ import select
 import stat
 
 from imgsum.errors import OpenError, ReadError, RefusedError, os_error_reason
-from imgsum.source import OpenOptions, probe
+from imgsum.source import OpenOptions, detect
 from imgsum.source.file import refuse_empty_device, refuse_if_modified
 from imgsum.source.locks import refuse_if_in_use
 
@@ -81,10 +81,10 @@ class Stream:
         """
         if self._detect and self.position == 0:
             # Never more than is wanted: what follows may be for somebody else.
-            head = bytearray(probe.HEAD_SIZE if self.wanted is None else min(self.wanted, probe.HEAD_SIZE))
+            head = bytearray(detect.HEAD_SIZE if self.wanted is None else min(self.wanted, detect.HEAD_SIZE))
             self._head = bytes(head[: self._read(memoryview(head))])
-            self._refuse_container(probe.detect(self._head, b""))
-            if reason := probe.not_a_disk(self._head, "-"):
+            self._refuse_container(detect.detect(self._head, b""))
+            if reason := detect.not_a_disk(self._head, "-"):
                 raise RefusedError(reason, name=self.name)
         done = min(len(self._head), len(buffer))
         buffer[:done] = self._head[:done]
@@ -97,9 +97,9 @@ class Stream:
         if self._max_size is not None and self.position > self._max_size:
             raise RefusedError(f"has more bytes of content than the {self._max_size} of --max-size", name=self.name)
         if self._detect:
-            self._tail = (self._tail + bytes(buffer[:done][-probe.TAIL_SIZE :]))[-probe.TAIL_SIZE :]
+            self._tail = (self._tail + bytes(buffer[:done][-detect.TAIL_SIZE :]))[-detect.TAIL_SIZE :]
             if done < len(buffer):
-                self._refuse_container(probe.detect(b"", self._tail))
+                self._refuse_container(detect.detect(b"", self._tail))
         return done
 
     def _read(self, buffer: memoryview) -> int:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from imgsum import digest
-from imgsum.digest import Algorithm
 from imgsum.errors import UsageError
+from imgsum.hash import algorithms
+from imgsum.hash.algorithms import Algorithm
 from imgsum.units import KIB, MIB
 
 BLOCK_SIZE = 64 * KIB
@@ -40,14 +40,14 @@ def construction(name: str = "blkhash", algorithm: str | None = None, block_size
     if name == "imageio":
         if algorithm is not None or block_size is not None:
             raise UsageError("the imageio construction has its own algorithm and block size")
-        return Construction(name, digest.blake2b_256(), 4 * MIB, size_at_end=False)
+        return Construction(name, algorithms.blake2b_256(), 4 * MIB, size_at_end=False)
     if name != "blkhash":
         raise UsageError(f"unknown construction '{name}' (blkhash or imageio)")
     if block_size is None:
         block_size = BLOCK_SIZE
     if block_size & (block_size - 1) or not SMALLEST_BLOCK <= block_size <= LARGEST_BLOCK:
         raise UsageError(f"block size must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}: {block_size}")
-    loaded = digest.load(digest.DEFAULT if algorithm is None else algorithm)
+    loaded = algorithms.load(algorithms.DEFAULT if algorithm is None else algorithm)
     return Construction(name, loaded, block_size, size_at_end=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from imgsum.errors import printable
-from imgsum.report import human_size
+from imgsum.output.report import human_size
 
 PATIENCE = 0.5
 """Seconds before a bar appears by itself."""

@@ -16,7 +16,7 @@ from conftest import Imgsum, find_tool
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import Error, MissingError, RefusedError
-from imgsum.source.probe import detect, not_a_disk
+from imgsum.source.detect import detect, not_a_disk
 
 HEADS = [
     (b"QFI\xfb\0\0\0\x01", "qcow"),
@@ -117,7 +117,7 @@ def test_without_qemu_nbd_the_format_and_the_package_are_named(
 def test_raw_parses_no_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "disk"
     path.write_bytes(b"QFI\xfb\0\0\0\x03" + b"\xff" * 5000)
-    monkeypatch.setattr("imgsum.source.probe.detect", lambda head, tail: pytest.fail("it was probed"))
+    monkeypatch.setattr("imgsum.source.detect.detect", lambda head, tail: pytest.fail("it was probed"))
     options = OpenOptions(format="raw")
     assert checksum(path, options=options).hexdigest == reference.blkhash(path.read_bytes())
 

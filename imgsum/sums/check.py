@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
-from imgsum import blkhash
-from imgsum.blkhash import Construction
 from imgsum.engine.checksum import Checksum, Task, checksum_tasks
 from imgsum.engine.content import Progress
 from imgsum.errors import Error, MismatchError, OpenError, RefusedError, os_error_reason
-from imgsum.source import OpenOptions, is_nbd_uri, is_stream, probe
+from imgsum.hash import blkhash
+from imgsum.hash.blkhash import Construction
+from imgsum.source import OpenOptions, detect, is_nbd_uri, is_stream
 from imgsum.source.stream import stream_descriptor
-from imgsum.sums import CHUNK, Line, MalformedError, parse_line, read_lines, tool_of
+from imgsum.sums.grammar import CHUNK, Line, MalformedError, parse_line, read_lines, tool_of
 from imgsum.units import MIB
 
 _MAX_MALFORMED = 1000
@@ -160,7 +160,7 @@ def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> 
         fd = 0 if sums == "-" else os.open(sums, os.O_RDONLY | os.O_CLOEXEC)
         try:
             begun = os.read(fd, CHUNK)
-            if probe.detect(begun[: probe.HEAD_SIZE], b"") != "raw":
+            if detect.detect(begun[: detect.HEAD_SIZE], b"") != "raw":
                 yield OpenError(_is_an_image(sums), name=sums)
             else:
                 yield from _lines_of_text(sums, fd, begun, how, zero, ignore_malformed)

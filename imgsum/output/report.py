@@ -11,11 +11,11 @@ from imgsum.units import GIB, KIB, MIB, format_size
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
-    from imgsum.checking import Tally, Verdict
     from imgsum.engine.checksum import Checksum
     from imgsum.engine.compare import Pair
     from imgsum.engine.content import Stats
     from imgsum.options import Arguments
+    from imgsum.sums.check import Tally, Verdict
 
 SCHEMA = 1
 
@@ -114,7 +114,7 @@ def checksum_line(result: Checksum, *, tag: bool = False, zero: bool = False) ->
 
 def tag_name(result: Checksum) -> str:
     """What a tagged line calls the construction: `BLKHASH-SHA256`, `BLKHASH-BLAKE3/1M`, `IMAGEIO`."""
-    from imgsum.blkhash import BLOCK_SIZE
+    from imgsum.hash.blkhash import BLOCK_SIZE
 
     if result.construction != "blkhash":
         return result.construction.upper()

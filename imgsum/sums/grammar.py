@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from imgsum import blkhash
-from imgsum.blkhash import Construction
-from imgsum.digest import NotInstalledError
 from imgsum.errors import Error, OpenError, UsageError, printable
+from imgsum.hash import blkhash
+from imgsum.hash.algorithms import NotInstalledError
+from imgsum.hash.blkhash import Construction
 from imgsum.units import KIB, MAX_SIZE, MIB, parse_power_of_two
 
 LONGEST_LINE = 64 * KIB

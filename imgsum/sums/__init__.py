@@ -1,0 +1,1 @@
+"""Sums files: their grammar, and the verification of what they list."""
