@@ -76,7 +76,7 @@ def _checksum(arguments: Arguments) -> int:
     status = OK
     watcher = _watcher(arguments, len(names))
     options = _open_options(arguments)
-    tasks = [Task(getattr(name, "words", name), how, options) for name in names]
+    tasks = [Task(name, how, options) for name in names]
     results = checksum_tasks(tasks, options, progress=watcher)
     try:
         for result in results:
@@ -114,7 +114,7 @@ def _compare(arguments: Arguments) -> int:
     from imgsum import commands
 
     options = _open_options(arguments)
-    second = options._replace(format=_known_format(arguments.second_format))
+    second = options._replace(format=arguments.second_format)
     return commands.compare(arguments, options, second, _watcher(arguments, 1))
 
 
@@ -155,7 +155,7 @@ def _open_options(arguments: Arguments) -> OpenOptions:
     from imgsum.source import OpenOptions
 
     return OpenOptions(
-        format=_known_format(arguments.format),
+        format=arguments.format,
         direct=arguments.cache == "none",
         force_share=arguments.force_share,
         extents=not arguments.no_extents,
@@ -173,14 +173,6 @@ def _open_options(arguments: Arguments) -> OpenOptions:
         length=arguments.length,
         own_descriptors=False,
     )
-
-
-def _known_format(name: str | None) -> str | None:
-    from imgsum.source import FORMATS
-
-    if name is not None and name not in FORMATS:
-        raise UsageError(f"unknown format '{printable(name)}' (one of {', '.join(FORMATS)})")
-    return name
 
 
 def _watcher(arguments: Arguments, images: int | None) -> Progress | None:

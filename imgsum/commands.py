@@ -12,19 +12,20 @@ from imgsum.hash.blkhash import Construction
 from imgsum.options import Arguments
 from imgsum.output import report
 from imgsum.output.report import LineWriter
-from imgsum.source import OpenOptions
+from imgsum.source import Command, OpenOptions
 from imgsum.sums import check as checking
 from imgsum.sums.check import Tally, Verdict
 
 
 def check(arguments: Arguments, options: OpenOptions, watch: Callable[[int | None], Progress | None]) -> int:
     """Verify what each sums file lists. The status is the worst of theirs."""
-    names = arguments.names or ["-"]
+    names: list[str] = []
+    for name in arguments.names or ["-"]:
+        if isinstance(name, Command):
+            raise UsageError(f"check reads files of checksums, not a command: '{printable(str(name))}'")
+        names.append(name)
     if not arguments.names:
         report.note_terminal("checksum lines", arguments)
-    for name in names:
-        if hasattr(name, "words"):
-            raise UsageError(f"check reads files of checksums, not a command: '{printable(name)}'")
     watcher = watch(_count_verdicts(names, arguments))
     try:
         return max([_check_file(name, arguments, options, watcher) for name in names])
@@ -104,7 +105,7 @@ def compare(arguments: Arguments, options: OpenOptions, second: OpenOptions, wat
     """Compare two images."""
     if len(arguments.names) != 2:
         raise UsageError(f"compare takes two images, not {len(arguments.names)}")
-    first_image, second_image = (getattr(name, "words", name) for name in arguments.names)
+    first_image, second_image = arguments.names
     try:
         with Pair(first_image, second_image, options, second) as pair:
             listing = arguments.all and not arguments.quiet

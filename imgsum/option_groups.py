@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from imgsum import parameters
 from imgsum.errors import UsageError
-from imgsum.units import KIB, MIB, parse_power_of_two, parse_size
+from imgsum.units import MIB, parse_size
 
 
 def _checksum_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,11 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
         "-s", "--strict", action="store_true", help="images of different sizes differ, even if the rest is zeros"
     )
     comparison.add_argument(
-        "-F", "--second-format", metavar="FORMAT", help="the second image's format, instead of detecting it"
+        "-F",
+        "--second-format",
+        metavar="FORMAT",
+        choices=parameters.FORMATS,
+        help="the second image's format, instead of detecting it",
     )
     _add_output(parser.add_argument_group("output"), quiet="print nothing: the status says it")
     _add_reading(parser)
@@ -87,13 +92,13 @@ def _add_construction(parser: argparse.ArgumentParser) -> None:
         "-b",
         "--block-size",
         metavar="SIZE",
-        type=_power_of_two(512, 32 * MIB),
+        type=_size(parameters.BLOCK_SIZE),
         help="block size, which is part of what the checksum means (default: 64k)",
     )
     group.add_argument(
         "--construction",
         metavar="NAME",
-        choices=("blkhash", "imageio"),
+        choices=parameters.CONSTRUCTIONS,
         default="blkhash",
         help="blkhash, or imageio for the value that oVirt reports of an uploaded disk",
     )
@@ -102,7 +107,11 @@ def _add_construction(parser: argparse.ArgumentParser) -> None:
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading")
     group.add_argument(
-        "-f", "--format", metavar="FORMAT", help="the image's format, instead of detecting it; raw parses no header"
+        "-f",
+        "--format",
+        metavar="FORMAT",
+        choices=parameters.FORMATS,
+        help="the image's format, instead of detecting it; raw parses no header",
     )
     group.add_argument(
         "-T",
@@ -119,21 +128,21 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--request-size",
         metavar="SIZE",
-        type=_power_of_two(4 * KIB, 32 * MIB),
+        type=_size(parameters.REQUEST_SIZE),
         default=MIB,
         help="the most that one read asks for (default: 1m; of an NBD server half of that, unless SIZE is larger)",
     )
     group.add_argument(
         "--queue-size",
         metavar="SIZE",
-        type=_size,
+        type=_size(parameters.SIZE),
         default=16 * MIB,
         help="the most that is in flight over all workers (default: 16m; no more than 32m is used)",
     )
     group.add_argument(
         "--reader",
         metavar="WHO",
-        choices=("auto", "native", "qemu"),
+        choices=parameters.READERS,
         default="auto",
         help="who reads qcow2: imgsum itself (native), a private qemu-nbd (qemu), or that only where it must (auto)",
     )
@@ -162,38 +171,37 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     trust.add_argument(
         "--max-size",
         metavar="SIZE",
-        type=_size,
+        type=_size(parameters.SIZE),
         help="refuse an image with more content than this (with --untrusted: 1t)",
     )
 
 
 def _add_range(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("range")
-    group.add_argument("--offset", metavar="SIZE", type=_size, default=0, help="begin at this offset of the content")
-    group.add_argument("--length", metavar="SIZE", type=_size, help="stop after this many bytes of content")
+    group.add_argument(
+        "--offset", metavar="SIZE", type=_size(parameters.SIZE), default=0, help="begin at this offset of the content"
+    )
+    group.add_argument(
+        "--length", metavar="SIZE", type=_size(parameters.SIZE), help="stop after this many bytes of content"
+    )
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(error.reason) from None
-
-
-def _power_of_two(smallest: int, largest: int) -> Callable[[str], int]:
+def _size(rule: parameters.Rule) -> Callable[[str], int]:
     def convert(text: str) -> int:
         try:
-            return parse_power_of_two(text, smallest, largest)
+            size = parse_size(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(error.reason) from None
+        _obey(rule, size, text)
+        return size
 
     return convert
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 1024):
-        raise argparse.ArgumentTypeError(f"not a number from 1 to 1024: '{text}'")
-    return int(text)
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+    _obey(parameters.CONNECTIONS, count, text)
+    return count
 
 
 def _seconds(text: str) -> float:
@@ -201,9 +209,14 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"not a number of seconds: '{text}'")
+    _obey(parameters.TIMEOUT, seconds, text)
     return seconds
+
+
+def _obey(rule: parameters.Rule, value: object, text: str) -> None:
+    fault = rule(value)
+    if fault is not None:
+        raise argparse.ArgumentTypeError(f"{fault}: '{text}'")
 
 
 def _descriptor(text: str) -> int:

@@ -14,6 +14,10 @@ from imgsum import __version__
 from imgsum.errors import UsageError
 from imgsum.option_groups import ADD_OPTIONS
 
+TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
+if TYPE_CHECKING:
+    from imgsum.source import Command
+
 COMMANDS = {
     "checksum": "print a checksum for each image",
     "check": "verify images against checksums",
@@ -56,17 +60,17 @@ TAKE_A_FILE = ("sums", "secret_file")
 """Where the shells complete the names of files, besides IMAGE."""
 
 
-class Command(str):
-    """A name that is `[ COMMAND ARG... ]`; the string is what messages call it."""
+class _Bracketed(str):
+    """`[ PROGRAM ARG... ]` on its way through argparse, which takes strings only."""
 
-    words: tuple[str, ...]
+    command: Command
 
 
 class Arguments(argparse.Namespace):
-    """What was asked for. `names` holds strings, and Commands."""
+    """What was asked for."""
 
     command: str
-    names: list[str]
+    names: list[str | Command]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,9 +139,10 @@ def parse(argv: Sequence[str]) -> Arguments:
     for name in names:
         if name.startswith("-") and name != "-":
             parser.error(f"unknown option '{name}'")
-        if isinstance(name, Command) and getattr(arguments, "untrusted", False):
+        if isinstance(name, _Bracketed) and getattr(arguments, "untrusted", False):
             parser.error(f"--untrusted runs no command: '{name}'")
-    arguments.names = names + words[end + 1 :]
+    arguments.names = [name.command if isinstance(name, _Bracketed) else name for name in names]
+    arguments.names += words[end + 1 :]
     return arguments
 
 
@@ -152,7 +157,8 @@ def _what_was_meant(argv: Sequence[str]) -> str:
     import difflib
     import shlex
 
-    from imgsum.source import FORMATS, is_nbd_uri
+    from imgsum.parameters import FORMATS
+    from imgsum.source import is_nbd_uri
 
     word, rest = argv[0], [shlex.quote(word) for word in argv[1:5]]
     if len(argv) > 5:
@@ -168,7 +174,7 @@ def _what_was_meant(argv: Sequence[str]) -> str:
 
 
 def _group_commands(words: Sequence[str]) -> list[str]:
-    """WORDS with each `[ ... ]` made one Command."""
+    """WORDS with each `[ ... ]` made one."""
     grouped: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -182,11 +188,12 @@ def _group_commands(words: Sequence[str]) -> list[str]:
                 raise UsageError("'[' without ']' (what follows '--' is never part of a command)")
             if not inside:
                 raise UsageError("no command between '[' and ']'")
-            from imgsum.source import command_name  # not for --version
+            from imgsum.source import Command  # not for --version
 
-            command = Command(command_name(inside))
-            command.words = tuple(inside)
-            grouped.append(command)
+            command = Command(*inside)
+            bracketed = _Bracketed(command)
+            bracketed.command = command
+            grouped.append(bracketed)
         else:
             grouped.append(word)
     return grouped

@@ -24,14 +24,6 @@ def parse_size(text: str) -> int:
     return int(digits) * unit
 
 
-def parse_power_of_two(text: str, smallest: int, largest: int) -> int:
-    """Bytes of TEXT, which must be a power of two from SMALLEST to LARGEST. Raises UsageError."""
-    size = parse_size(text)
-    if size & (size - 1) or not smallest <= size <= largest:
-        raise UsageError(f"not a power of two from {format_size(smallest)} to {format_size(largest)}: '{text}'")
-    return size
-
-
 def format_size(size: int) -> str:
     """SIZE bytes in the largest unit that loses nothing: 65536 is `64K`, 1000 is `1000`."""
     for unit, letter in ((TIB, "T"), (GIB, "G"), (MIB, "M"), (KIB, "K")):

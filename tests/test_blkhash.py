@@ -51,7 +51,7 @@ def test_block_sizes(block_size: int, spec: str, image: Callable[..., Path]) -> 
 
 @pytest.mark.parametrize("block_size", [0, 1, 256, 1000, 65535, 64 * MIB])
 def test_refused_block_sizes(block_size: int) -> None:
-    with pytest.raises(UsageError, match="block size"):
+    with pytest.raises(UsageError, match="block_size"):
         blkhash.construction(block_size=block_size)
 
 

@@ -16,7 +16,7 @@ import reference
 from conftest import find_tool, need, wait_until
 from reference import MIB
 
-from imgsum import OpenOptions, checksum
+from imgsum import Command, OpenOptions, checksum
 from imgsum.errors import OpenError, ReadError, UsageError
 from imgsum.source.server import _spawn
 
@@ -40,7 +40,7 @@ def _libnbd(servers: Servers) -> None:
 def test_nbdkit(image: Image, imgsum: Imgsum) -> None:
     find_tool("nbdkit")
     words = ["nbdkit", "-r", "file", str(image(SPEC))]
-    assert checksum(words).hexdigest == EXPECTED
+    assert checksum(Command(*words)).hexdigest == EXPECTED
     result = imgsum("checksum", "[", *words, "]")
     assert (result.text, result.errors, result.status) == (f"{EXPECTED}  [ {' '.join(words)} ]\n", "", 0)
 
@@ -48,20 +48,20 @@ def test_nbdkit(image: Image, imgsum: Imgsum) -> None:
 @pytest.mark.parametrize("shared", [[], ["-e", "8"], ["-e", "2"], ["-t"]])
 def test_qemu_nbd(image: Image, shared: list[str]) -> None:
     find_tool("qemu-nbd")
-    assert checksum(["qemu-nbd", "-r", "-f", "raw", *shared, str(image("4m:R"))]).hexdigest == reference.blkhash(
+    assert checksum(Command("qemu-nbd", "-r", "-f", "raw", *shared, str(image("4m:R")))).hexdigest == reference.blkhash(
         reference.content("4m:R")
     )
 
 
 def test_a_shell_that_becomes_the_server(image: Image) -> None:
     nbdkit = find_tool("nbdkit")
-    assert checksum(["sh", "-c", f"exec '{nbdkit}' file '{image(SPEC)}'"]).hexdigest == EXPECTED
+    assert checksum(Command("sh", "-c", f"exec '{nbdkit}' file '{image(SPEC)}'")).hexdigest == EXPECTED
 
 
 def test_a_server_that_says_a_lot(image: Image) -> None:
     """More than a pipe holds, and nobody reads it."""
     words = ["nbdkit", "-v", "file", str(image("8m:R"))]
-    got = checksum(words, options=OpenOptions(request_size=4096))
+    got = checksum(Command(*words), options=OpenOptions(request_size=4096))
     assert got.hexdigest == reference.blkhash(reference.content("8m:R"))
 
 
@@ -93,22 +93,22 @@ def test_commands_that_fail(imgsum: Imgsum, words: list[str], reason: str) -> No
 
 def test_a_command_that_does_not_serve() -> None:
     with pytest.raises(OpenError, match=r"was not ready within 0.2 seconds"):
-        checksum(["sleep", "1000"], options=OpenOptions(connect_timeout=0.2))
+        checksum(Command("sleep", "1000"), options=OpenOptions(connect_timeout=0.2))
 
 
 def test_a_server_whose_reads_fail(no_leak: None) -> None:
     words = ["nbdkit", "--filter=error", "--filter=noextents", "memory", "4M", "error-pread-rate=100%"]
     with pytest.raises(ReadError, match=r"Input/output error .*nbdkit: .*injecting EIO error into pread") as caught:
-        checksum(words)
+        checksum(Command(*words))
     assert caught.value.offset == 0
 
 
 def test_no_command() -> None:
     for words in ([], [""]):
         with pytest.raises(UsageError):
-            checksum(words)
+            checksum(Command(*words))
     with pytest.raises(UsageError):
-        checksum(["nbdkit", "null"], options=OpenOptions(format="qcow2"))
+        checksum(Command("nbdkit", "null"), options=OpenOptions(format="qcow2"))
 
 
 SLOW = ["nbdkit", "--filter=delay", "--filter=noextents", "memory", "1G", "rdelay=1"]
@@ -141,7 +141,7 @@ def test_many_servers_one_after_the_other(image: Image, imgsum: Imgsum, no_leak:
     result = imgsum("checksum", *words * 10)
     assert result.text.count(EXPECTED) == 10
     for _ in range(10):
-        assert checksum(words[1:-1]).size == reference.size(SPEC) <= 6 * MIB
+        assert checksum(Command(*words[1:-1])).size == reference.size(SPEC) <= 6 * MIB
 
 
 def test_descriptors_do_not_take_each_others_numbers(tmp_path: Path) -> None:
@@ -234,4 +234,4 @@ def test_nowhere_to_write(image: Image, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("tempfile.mkdtemp", none)
     with pytest.raises(OpenError, match=r"no directory can be written to .*TMPDIR=DIRECTORY"):
-        checksum(["nbdkit", "file", str(image(SPEC))])
+        checksum(Command("nbdkit", "file", str(image(SPEC))))

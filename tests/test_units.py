@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from imgsum import errors
 from imgsum.errors import Error, ReadError, UsageError, printable
-from imgsum.units import format_size, parse_power_of_two, parse_size
+from imgsum.units import format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,6 @@ def test_a_size_that_is_written_is_read(size: int) -> None:
 @pytest.mark.parametrize(("size", "text"), [(0, "0"), (65536, "64K"), (1 << 40, "1T"), (1000, "1000"), (1536, "1536")])
 def test_format(size: int, text: str) -> None:
     assert format_size(size) == text
-
-
-@pytest.mark.parametrize("text", ["0", "4095", "2k", "64m", "3m", "x"])
-def test_powers_of_two(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_power_of_two(text, 4096, 32 << 20)
-    assert parse_power_of_two("4k", 4096, 32 << 20) == 4096
-    assert parse_power_of_two("32m", 4096, 32 << 20) == 32 << 20
 
 
 @given(st.text() | st.binary().map(lambda raw: raw.decode("utf-8", "surrogateescape")))

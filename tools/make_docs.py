@@ -13,7 +13,7 @@ from argparse_manpage.manpage import Manpage
 
 from imgsum import __version__, options
 from imgsum.hash import algorithms
-from imgsum.source import FORMATS
+from imgsum.parameters import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 

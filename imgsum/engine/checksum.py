@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from imgsum.engine.content import (
     MAX_ZERO_PART,
     Content,
-    Image,
     Part,
     Progress,
     Stats,
     count_workers,
-    image_name,
     open_content,
 )
 from imgsum.engine.pool import Pool, Worker
@@ -28,7 +26,7 @@ from imgsum.extent import Extent, align, below, coalesce
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import BlkHash, Construction
 from imgsum.hash.blocks import block_digests, digest_of_block
-from imgsum.source import OpenOptions
+from imgsum.source import Command, Image, OpenOptions, options_with, path_or_command
 
 if TYPE_CHECKING:
     from imgsum.index.format import Index, Writer
@@ -53,11 +51,15 @@ class Checksum(NamedTuple):
     note: str | None
     """What a user should know about this value, or None."""
 
+    def __repr__(self) -> str:
+        """What it is of, and the value."""
+        return f"<Checksum {self.algorithm}/{self.block_size} {self.hexdigest} of {self.size} bytes of {self.name!r}>"
+
 
 class Task(NamedTuple):
     """One image to be done."""
 
-    image: Image
+    image: str | Command
     construction: Construction
     options: OpenOptions
     size: int | None = None
@@ -86,19 +88,22 @@ def checksum(
     algorithm: str | None = None,
     block_size: int | None = None,
     construction: str = "blkhash",
-    offset: int = 0,
+    format: str | None = None,  # noqa: A002  # as in -f
+    offset: int | None = None,
     length: int | None = None,
     options: OpenOptions | None = None,
 ) -> Checksum:
     """The checksum of IMAGE's content, or of LENGTH bytes of it from OFFSET.
 
+    image: a path, `-` for standard input, an NBD URI, or an imgsum.Command. format: the image's; None detects it.
     algorithm: a name that `imgsum algorithms` lists; None is sha256. block_size: bytes, a power of two; None is 64
     KiB. construction: `blkhash`, or `imageio` for the value that oVirt's imageio reports. options: how the image is
-    opened and read. Raises an imgsum.Error when not every byte could be read: there is no partial checksum.
+    opened and read; format, offset and length go before what is in there. Raises an imgsum.Error when not every byte
+    could be read: there is no partial checksum.
     """
     chosen = blkhash.construction(construction, algorithm, block_size)
-    options = (options or OpenOptions())._replace(offset=offset, length=length)
-    (result,) = checksum_tasks([Task(image, chosen, options)], options)
+    options = options_with(options, format=format, offset=offset, length=length)
+    (result,) = checksum_tasks([Task(path_or_command(image, "image"), chosen, options)], options)
     if isinstance(result, Error):
         raise result
     return result
@@ -280,7 +285,7 @@ class _Run:
     """One image on its way to a Checksum. Belongs to the thread that feeds and folds."""
 
     def __init__(self, task: Task) -> None:
-        self.name = image_name(task.image)
+        self.name = str(task.image)
         self.construction = task.construction
         self.content: Content | None = None
         self.size: int | None = None

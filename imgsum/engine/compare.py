@@ -6,7 +6,6 @@ in a worker. Pair._found() takes the results in content order, and mask.ranges()
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Generator, Iterator
 from itertools import islice
@@ -17,12 +16,10 @@ from imgsum.engine import mask
 from imgsum.engine.content import (
     MAX_ZERO_PART,
     Content,
-    Image,
     Part,
     Progress,
     Stats,
     count_buffers,
-    image_name,
     open_content,
 )
 from imgsum.engine.mask import Located, Range
@@ -30,7 +27,8 @@ from imgsum.engine.pool import Pool, Worker
 from imgsum.errors import UsageError, naming
 from imgsum.extent import Extent, align, coalesce, overlay
 from imgsum.hash.blocks import is_zero
-from imgsum.source import OpenOptions, is_stream
+from imgsum.parameters import FLAG, LIMIT, require
+from imgsum.source import Command, Image, OpenOptions, is_stream, options_with, path_or_command
 from imgsum.units import KIB, MIB
 
 _MAX_PART = 4 * MIB  # bytes of one side, so that two buffers for each worker, and the masks, stay small
@@ -52,13 +50,22 @@ class Comparison(NamedTuple):
     def __bool__(self) -> bool:
         return self.identical
 
+    def __repr__(self) -> str:
+        """The verdict, without the ranges."""
+        if self.identical:
+            return f"<Comparison identical, sizes {self.sizes}>"
+        count = f"{len(self.ranges)}{'' if self.complete else ' or more'}"
+        return f"<Comparison different in {count} ranges, sizes {self.sizes}>"
+
 
 def compare(
     first: Image,
     second: Image,
     *,
     strict: bool = False,
-    offset: int = 0,
+    format: str | None = None,  # noqa: A002  # as in -f
+    second_format: str | None = None,
+    offset: int | None = None,
     length: int | None = None,
     limit: int | None = 1000,
     options: OpenOptions | None = None,
@@ -67,15 +74,20 @@ def compare(
     """Compare the content of two images, or LENGTH bytes of it from OFFSET.
 
     A longer image whose rest is all zeros has the same content, unless STRICT. limit: stop after so many differing
-    ranges, at least 1, and say whether there are more; None lists all of them, however many there are. options: how
-    the first image is opened and read; second_options: how the second is, where that differs. Raises an imgsum.Error
-    when either can't be read.
+    ranges, at least 1, and say whether there are more; None lists all of them, however many there are. format,
+    second_format: the images'; None detects it. options: how the first image is opened and read; second_options: how
+    the second is, None: the same. format, second_format, offset and length go before what is in there.
+    Raises an imgsum.Error when either can't be read.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1, or None: {limit}")
-    options = (options or OpenOptions())._replace(offset=offset, length=length)
-    second_options = options if second_options is None else second_options._replace(offset=offset, length=length)
-    with Pair(first, second, options, second_options) as pair:
+    if limit is not None:
+        require(LIMIT, limit=limit)
+    require(FLAG, strict=strict)
+    options = options_with(options)
+    second_options = options if second_options is None else second_options
+    opened = options_with(options, format=format, offset=offset, length=length)
+    second_opened = options_with(second_options, format=second_format, offset=opened.offset, length=opened.length)
+    images = path_or_command(first, "first"), path_or_command(second, "second")
+    with Pair(*images, opened, second_opened) as pair:
         found = tuple(islice(pair.differences(strict=strict), None if limit is None else limit + 1))
         pair.check_unchanged()
         ranges = found[:limit]
@@ -85,11 +97,13 @@ def compare(
 class Pair:
     """Two open images that are compared once. Use as a context manager."""
 
-    def __init__(self, first: Image, second: Image, options: OpenOptions, second_options: OpenOptions) -> None:
+    def __init__(
+        self, first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions
+    ) -> None:
         """Open both; one of them may be a stream. Raises an imgsum.Error."""
-        if all(isinstance(image, (str, os.PathLike)) and is_stream(os.fspath(image)) for image in (first, second)):
+        if all(isinstance(image, str) and is_stream(image) for image in (first, second)):
             raise UsageError("both images are streams: only one of them can be")
-        self.names = image_name(first), image_name(second)
+        self.names = str(first), str(second)
         self._done = self._bytes_read = self._requests = self._extents = 0
         self._started = time.monotonic()
         self._sides: list[Content] = []

@@ -5,20 +5,16 @@ What is optional in a source, and its safe fallback, is here. For the rest of th
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from imgsum.engine.pool import WORKERS, Worker, page_aligned
 from imgsum.errors import OpenError, ReadError, RefusedError
 from imgsum.extent import Extent, tile
-from imgsum.source import Evidence, OpenOptions, Reader, Source, command_name, open_source
+from imgsum.source import Command, Evidence, OpenOptions, Reader, Source, open_source
 from imgsum.source.stream import Stream
 from imgsum.units import GIB, MAX_SIZE, MIB
-
-Image = str | os.PathLike[str] | Sequence[str]
-"""A path, `-` for standard input, an NBD URI, or the words of a command that serves NBD."""
 
 MAX_ZERO_PART = 4 * GIB
 """Bytes of the longest run of zeros in one item: 1 ms of the outer hash. Data behind a hole is fed meanwhile."""
@@ -124,19 +120,12 @@ class Content(Protocol):
         """Give back everything."""
 
 
-def image_name(image: Image) -> str:
-    """What messages and checksum lines call IMAGE."""
-    if isinstance(image, (str, os.PathLike)):
-        return os.fspath(image)
-    return command_name(image)
-
-
-def open_content(image: Image, options: OpenOptions, block_size: int = 1) -> Content:
+def open_content(image: str | Command, options: OpenOptions, block_size: int = 1) -> Content:
     """Open IMAGE, and the range of it that OPTIONS ask for, to be taken in blocks of BLOCK_SIZE bytes.
 
     Raises an imgsum.Error.
     """
-    source = open_source(os.fspath(image) if isinstance(image, os.PathLike) else image, options)
+    source = open_source(image, options)
     try:
         if isinstance(source, Stream):
             return _Streamed(source, options, block_size)

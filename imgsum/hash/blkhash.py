@@ -11,13 +11,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from imgsum import parameters
 from imgsum.errors import UsageError
 from imgsum.hash import algorithms
 from imgsum.hash.algorithms import Algorithm
+from imgsum.parameters import CONSTRUCTIONS, choice, require, shown
 from imgsum.units import KIB, MIB
 
 BLOCK_SIZE = 64 * KIB
-SMALLEST_BLOCK, LARGEST_BLOCK = 512, 32 * MIB
 
 _ZEROS = bytes(64 * KIB)
 _ZERO_RUN = 256 * KIB  # bytes of repeated zero digests for each update: more is no faster
@@ -37,17 +38,19 @@ def construction(name: str = "blkhash", algorithm: str | None = None, block_size
 
     BLOCK_SIZE: bytes, a power of two. Raises UsageError.
     """
+    require(choice(CONSTRUCTIONS), construction=name)
     if name == "imageio":
         if algorithm is not None or block_size is not None:
             raise UsageError("the imageio construction has its own algorithm and block size")
         return Construction(name, algorithms.blake2b_256(), 4 * MIB, size_at_end=False)
-    if name != "blkhash":
-        raise UsageError(f"unknown construction '{name}' (blkhash or imageio)")
     if block_size is None:
         block_size = BLOCK_SIZE
-    if block_size & (block_size - 1) or not SMALLEST_BLOCK <= block_size <= LARGEST_BLOCK:
-        raise UsageError(f"block size must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}: {block_size}")
-    loaded = algorithms.load(algorithms.DEFAULT if algorithm is None else algorithm)
+    if algorithm is None:
+        algorithm = algorithms.DEFAULT
+    require(parameters.BLOCK_SIZE, block_size=block_size)
+    if not isinstance(algorithm, str):
+        raise UsageError(f"algorithm: not a str: {shown(algorithm)}")
+    loaded = algorithms.load(algorithm)
     return Construction(name, loaded, block_size, size_at_end=True)
 
 

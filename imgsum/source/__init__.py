@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from imgsum.errors import Error, NotNativeError, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
+from imgsum.parameters import (
+    CONNECTIONS,
+    FLAG,
+    FORMATS,
+    READERS,
+    REQUEST_SIZE,
+    SIZE,
+    TEXT,
+    TIMEOUT,
+    choice,
+    require,
+    shown,
+)
 from imgsum.units import MIB, TIB
 
 if TYPE_CHECKING:
     from imgsum.source.file import HostFile
     from imgsum.source.stream import Stream
-
-FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc")
-"""What -f takes: QEMU's names. `luks` is not one of them: its content for us is the container, as raw."""
 
 UNTRUSTED_MAX_SIZE = TIB
 """Bytes of content of a stranger's image, unless --max-size says otherwise: an empty one takes 0.3 s. An image of a few
@@ -31,8 +41,8 @@ ReadBytes = Callable[[int, int], bytes]
 """read(offset, length): that many bytes of a file, fewer only where it ends."""
 
 
-class OpenOptions(NamedTuple):
-    """How images are opened. Sizes in bytes, times in seconds."""
+class _OpenOptions(NamedTuple):
+    """The fields of OpenOptions."""
 
     format: str | None = None
     """The image's format; None detects it. Never overruled: with `raw` no header is parsed."""
@@ -68,6 +78,103 @@ class OpenOptions(NamedTuple):
     """Bytes of that range; None: to the end."""
     own_descriptors: bool = True
     """/dev/fd/N may be a descriptor that this process opened. Not so in the command, where it would be an image's."""
+
+
+class OpenOptions(_OpenOptions):
+    """How images are opened. Sizes in bytes, times in seconds. Raises UsageError, which names the parameter."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # type checkers take the names and types from the fields
+
+        def __new__(cls, *args, **fields):
+            """Check the fields."""
+            self = super().__new__(cls, *args, **fields)
+            self._check()
+            if isinstance(self.secret_file, os.PathLike):
+                self = tuple.__new__(cls, super()._replace(secret_file=os.fspath(self.secret_file)))
+            return self
+
+        @classmethod
+        def _make(cls, fields):
+            return cls(*fields)
+
+    def _check(self) -> None:
+        require(FLAG, direct=self.direct, force_share=self.force_share, extents=self.extents)
+        require(FLAG, untrusted=self.untrusted, own_descriptors=self.own_descriptors)
+        require(choice(READERS), reader=self.reader)
+        require(REQUEST_SIZE, request_size=self.request_size)
+        require(SIZE, queue_size=self.queue_size, offset=self.offset)
+        require(TIMEOUT, connect_timeout=self.connect_timeout)
+        for rule, name in (
+            (choice(FORMATS), "format"),
+            (SIZE, "max_size"),
+            (CONNECTIONS, "connections"),
+            (TIMEOUT, "io_timeout"),
+            (TEXT, "secret_file"),
+            (TEXT, "snapshot"),
+            (SIZE, "length"),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                require(rule, **{name: value})
+
+    def __repr__(self) -> str:
+        """The fields that are not as usual."""
+        usual = self._field_defaults
+        fields = (f"{name}={value!r}" for name, value in self._asdict().items() if value != usual[name])
+        return f"OpenOptions({', '.join(fields)})"
+
+
+class Command:
+    """A program that serves NBD by socket activation: `[ PROGRAM ARG... ]` of the command line.
+
+    Only this is ever run. A list of words is not a command.
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self, *words: str) -> None:
+        """The program, which is looked for in PATH, and its arguments. Raises UsageError."""
+        self.words = words
+        if not words or not words[0]:
+            raise UsageError("a command needs the name of a program")
+        for word in words:
+            if not isinstance(word, str) or "\0" in word:
+                raise UsageError(f"not a word of a command: {shown(word)}")
+
+    def __str__(self) -> str:
+        """What messages and checksum lines call it."""
+        return f"[ {' '.join(self.words)} ]"
+
+    def __repr__(self) -> str:
+        """As it is written in Python."""
+        return f"Command({', '.join(map(repr, self.words))})"
+
+
+Image = str | os.PathLike[str] | Command
+"""A path, `-` for standard input, an NBD URI, or a command that serves NBD."""
+
+
+def path_or_command(value: Image, parameter: str) -> str | Command:
+    """VALUE, with a path as str. Raises UsageError, which names the PARAMETER, for what is neither."""
+    if isinstance(value, Command):
+        return value
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(path, str):
+        return path
+    hint = " (a program that serves NBD is an imgsum.Command)" if isinstance(value, (list, tuple)) else ""
+    raise UsageError(f"{parameter}: not a path: {shown(value)}{hint}")
+
+
+def options_with(options: OpenOptions | None, **given: object) -> OpenOptions:
+    """OPTIONS, or the usual ones, with the fields that are GIVEN and not None. Raises UsageError."""
+    if options is None:
+        options = OpenOptions()
+    if not isinstance(options, OpenOptions):
+        raise UsageError(f"options: not OpenOptions: {shown(options)}")
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return options._replace(**fields)
 
 
 class Reader(Protocol):
@@ -136,12 +243,11 @@ class Source(Protocol):
     #     is not there, or says nothing that counts.
 
 
-def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
-    """Open IMAGE: a path, `-`, an NBD URI, or the words of a command that serves NBD. Raises an imgsum.Error.
+def open_source(image: str | Command, options: OpenOptions) -> Source | Stream:
+    """Open IMAGE: a path, `-`, an NBD URI, or a command that serves NBD. Raises an imgsum.Error.
 
     A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
     """
-    name = image if isinstance(image, str) else command_name(image)
     try:
         if options.untrusted and options.format is None:
             raise UsageError("--untrusted needs -f: what an image says of itself does not count")
@@ -154,13 +260,8 @@ def open_source(image: str | Sequence[str], options: OpenOptions) -> Source | St
             source.close()
             raise
     except Error as error:
-        raise error.about(name) from error.__cause__
+        raise error.about(str(image)) from error.__cause__
     return source
-
-
-def command_name(words: Sequence[str]) -> str:
-    """What messages and checksum lines call the command of these WORDS."""
-    return f"[ {' '.join(words)} ]"
 
 
 def refuse_larger(size: int, options: OpenOptions) -> None:
@@ -169,8 +270,8 @@ def refuse_larger(size: int, options: OpenOptions) -> None:
         raise RefusedError(f"has {size} bytes of content, more than the {options.max_size} of --max-size")
 
 
-def _open(image: str | Sequence[str], options: OpenOptions) -> Source | Stream:
-    if not isinstance(image, str):
+def _open(image: str | Command, options: OpenOptions) -> Source | Stream:
+    if isinstance(image, Command):
         from imgsum.source.qemu import open_command
 
         if options.untrusted:

@@ -6,7 +6,7 @@ import os
 import re
 
 from imgsum.errors import RefusedError
-from imgsum.source import FORMATS
+from imgsum.parameters import FORMATS
 from imgsum.source.file import HostFile
 
 PROTOCOL = re.compile(rb"[^:/]*:")

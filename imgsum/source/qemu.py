@@ -12,7 +12,7 @@ from typing import Any
 
 from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedError, UsageError, os_error_reason
 from imgsum.extent import Extent
-from imgsum.source import OpenOptions, Reader, command_name
+from imgsum.source import Command, OpenOptions, Reader
 from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_fact
 from imgsum.source.nbd import MOST_CONNECTIONS, NbdSource
@@ -74,16 +74,14 @@ def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> Se
         return source
 
 
-def open_command(words: Sequence[str], options: OpenOptions) -> ServedSource:
-    """What the command of these WORDS exports. It gets its socket by socket activation, as from nbdcopy."""
-    if not words or not words[0]:
-        raise UsageError("there is no command between the brackets")
+def open_command(command: Command, options: OpenOptions) -> ServedSource:
+    """What COMMAND exports. It gets its socket by socket activation, as from nbdcopy."""
     if options.format not in (None, "raw"):
         raise UsageError(f"an NBD export can't be read as {options.format}: its content is what the server makes of it")
     with contextlib.ExitStack() as stack:
-        server = Server(words)
+        server = Server(command.words)
         stack.callback(server.close)
-        source = ServedSource(command_name(words), "raw", server, options, [])
+        source = ServedSource(str(command), "raw", server, options, [])
         source.also_close(stack.pop_all())
         return source
 

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from imgsum.engine.checksum import Checksum, Task, checksum_tasks
 from imgsum.engine.content import Progress
-from imgsum.errors import Error, MismatchError, OpenError, RefusedError, os_error_reason
+from imgsum.errors import Error, MismatchError, OpenError, RefusedError, UsageError, os_error_reason
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import Construction
-from imgsum.source import OpenOptions, detect, is_nbd_uri, is_stream
+from imgsum.parameters import FLAG, require, shown
+from imgsum.source import OpenOptions, detect, is_nbd_uri, is_stream, options_with, path_or_command
 from imgsum.source.stream import stream_descriptor
 from imgsum.sums.grammar import CHUNK, Line, MalformedError, parse_line, read_lines, tool_of
 from imgsum.units import MIB
@@ -83,6 +84,13 @@ class Report(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.verdicts) and all(verdict.status == OK for verdict in self.verdicts)
 
+    def __repr__(self) -> str:
+        """How many verdicts there are of each kind."""
+        tally = Tally()
+        for verdict in self.verdicts:
+            tally = tally.plus(verdict)
+        return f"<Report {', '.join(f'{name} {count}' for name, count in tally._asdict().items() if count) or 'empty'}>"
+
 
 class _Entry(NamedTuple):
     """A line that waits for its result."""
@@ -99,16 +107,23 @@ def check(
     block_size: int | None = None,
     construction: str = "blkhash",
     relative_to_sums: bool = False,
+    format: str | None = None,  # noqa: A002  # as in -f
     options: OpenOptions | None = None,
 ) -> Report:
     """Verify the images that the file SUMS lists. The report is true only when all of them are as it says.
 
     algorithm, block_size, construction: of plain lines, as for imgsum.checksum(); tagged and JSON lines say it
-    themselves. relative_to_sums: names are relative to the directory of SUMS, not to the current one. options: how
-    the images are opened and read. Nothing is raised about an image: its verdict says what is wrong.
+    themselves. relative_to_sums: names are relative to the directory of SUMS, not to the current one. format: of all
+    images; None detects it. options: how the images are opened and read. Nothing is raised about an image: its
+    verdict says what is wrong.
     """
     how = blkhash.construction(construction, algorithm, block_size)
-    verdicts = check_sums(os.fspath(sums), how, options or OpenOptions(), relative_to_sums=relative_to_sums)
+    options = options_with(options, format=format)
+    require(FLAG, relative_to_sums=relative_to_sums)
+    path = path_or_command(sums, "sums")
+    if not isinstance(path, str):
+        raise UsageError(f"sums: not a path: {shown(sums)}")
+    verdicts = check_sums(path, how, options, relative_to_sums=relative_to_sums)
     return Report(tuple(verdicts))
 
 

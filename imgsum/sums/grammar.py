@@ -16,7 +16,7 @@ from imgsum.errors import Error, OpenError, UsageError, printable
 from imgsum.hash import blkhash
 from imgsum.hash.algorithms import NotInstalledError
 from imgsum.hash.blkhash import Construction
-from imgsum.units import KIB, MAX_SIZE, MIB, parse_power_of_two
+from imgsum.units import KIB, MAX_SIZE, MIB, parse_size
 
 LONGEST_LINE = 64 * KIB
 """Bytes. A path is at most 4 KiB; whatever is longer is not held in memory."""
@@ -193,7 +193,7 @@ def _tagged_construction(tag: str) -> Construction:
             f"`{_TOOLS[tag.lower()]} -c` verifies those" if tag.lower() in _TOOLS else "",
         )
     algorithm, slash, size = rest.partition("/")
-    block_size = parse_power_of_two(size, blkhash.SMALLEST_BLOCK, blkhash.LARGEST_BLOCK) if slash else None
+    block_size = parse_size(size) if slash else None
     return blkhash.construction("blkhash", algorithm, block_size)
 
 
