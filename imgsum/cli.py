@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # of which signal is made; signal imports enum, which takes ms
+
+# Nothing is held before the command begins: until then SIGINT ends the process at once, where Python's own handler
+# would print a traceback. Whoever ignores it, or has another handler, keeps that.
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
 import contextlib
 import os
 import resource
@@ -9,7 +16,7 @@ import signal
 import sys
 from types import FrameType
 
-from imgsum.errors import OK, TROUBLE, Error, UsageError, printable
+from imgsum.errors import OK, TROUBLE, Error, UsageError, printable, unexpected
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
@@ -30,15 +37,21 @@ class Interrupted(BaseException):
 
 def main() -> None:
     """The command: does as sys.argv says, and ends the process."""
-    _occupy_standard_descriptors()
-    _catch_signals()
-    _allow_many_descriptors()
     try:
-        status = run(sys.argv[1:])
+        try:
+            _occupy_standard_descriptors()
+            _allow_many_descriptors()
+            status = run(sys.argv[1:])
+        finally:
+            _release_signals()
     except Interrupted as interrupted:
         _die_by(interrupted.number)
     except BrokenPipeError:
         _die_by(signal.SIGPIPE)
+    except Exception as error:  # what run() needs to report anything could not be imported
+        with contextlib.suppress(OSError):
+            os.write(2, f"imgsum: {unexpected(error)}\n".encode(errors="backslashreplace"))
+        status = TROUBLE
     sys.exit(status)
 
 
@@ -60,7 +73,7 @@ def run(argv: list[str]) -> int:
         return error.exit_status
     except Exception as error:
         _debug()
-        report.warn(f"internal error: {printable(repr(error))} (IMGSUM_DEBUG=1 shows where; please report it)")
+        report.warn(str(unexpected(error)))
         return TROUBLE
 
 
@@ -69,6 +82,7 @@ def _checksum(arguments: Arguments) -> int:
     from imgsum.hash import blkhash
     from imgsum.output import report
 
+    _catch_signals()
     how = blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
     names = arguments.names or ["-"]
     if not arguments.names:
@@ -107,12 +121,14 @@ def _checksum(arguments: Arguments) -> int:
 def _check(arguments: Arguments) -> int:
     from imgsum import commands
 
+    _catch_signals()
     return commands.check(arguments, _open_options(arguments), lambda images: _watcher(arguments, images))
 
 
 def _compare(arguments: Arguments) -> int:
     from imgsum import commands
 
+    _catch_signals()
     options = _open_options(arguments)
     second = options._replace(format=arguments.second_format)
     return commands.compare(arguments, options, second, _watcher(arguments, 1))
@@ -211,18 +227,29 @@ def _allow_many_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def _catch_signals() -> None:
-    """Let the signals that end the process raise Interrupted in the main thread; a second one ends it at once."""
+    """Let the signals that end the process raise Interrupted in the main thread; a second one ends it at once.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(caught) is interrupt:
-                signal.signal(caught, signal.SIG_DFL)
-        raise Interrupted(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    Only after what a command needs is imported: an exception in the midst of an import may be swallowed.
+    """
+    for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup and background jobs keep theirs
-            signal.signal(number, interrupt)
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _release_signals()
+    raise Interrupted(number)
+
+
+def _release_signals() -> None:
+    """Let them end the process at once."""
+    for number in _ENDING:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _die_by(number: int) -> NoReturn:

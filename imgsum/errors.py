@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 OK, DIFFERENT, TROUBLE = 0, 1, 2
@@ -88,6 +89,20 @@ class ChangedError(Error):
 
 class MissingError(Error):
     """A program or library that this image needs is not installed."""
+
+
+def unexpected(error: BaseException) -> Error:
+    """ERROR, which nobody raised on purpose, as an Error: a lack of something that the system gives, or else a bug."""
+    described = Error(f"internal error: {error!r} (IMGSUM_DEBUG=1 shows where; please report it)")
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        described = ReadError(f"there is not enough memory ({error})" if str(error) else "there is not enough memory")
+    elif number in (errno.EMFILE, errno.ENFILE) or (isinstance(error, ImportError) and "Too many open" in str(error)):
+        described = OpenError("too many open files: the limit is too low (ulimit -n)")
+    elif isinstance(error, RuntimeError) and "start new thread" in str(error):
+        described = ReadError("no thread can be started: a limit on processes or on memory is too low")
+    described.__cause__ = error
+    return described
 
 
 def os_error_reason(error: OSError) -> str:

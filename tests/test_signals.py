@@ -235,3 +235,91 @@ def test_a_blocked_sigpipe_is_no_difference(image: Callable[..., Path], imgsum: 
     )
     os.close(writer)
     assert running.finish().status == -signal.SIGPIPE
+
+
+EARLY = """
+import os, signal, sys
+class Finder:
+    left = int(sys.argv.pop(1))
+    def find_spec(self, name, path=None, target=None):
+        self.left -= 1
+        if self.left == 0:
+            os.write(1, b"sent ")
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import imgsum.cli
+imgsum.cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [4, 5, 8, 15, 30, 45, 60])
+def test_an_interrupt_while_modules_are_imported(number: int, tmp_path: Path, imgsum: Imgsum) -> None:
+    (tmp_path / "disk.raw").write_bytes(b"A" * 512)
+    imgsum.command = [sys.executable, "-c", EARLY, str(number)]
+    running = imgsum.start("checksum", "-q", tmp_path / "disk.raw")
+    assert running.finish() == (b"sent ", b"", -signal.SIGINT)
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_{}, ({}, {}))
+import imgsum.cli
+imgsum.cli.main()
+"""
+
+
+@pytest.mark.parametrize("descriptors", [4, 5, 6])
+def test_hardly_any_descriptors(descriptors: int, tmp_path: Path, imgsum: Imgsum) -> None:
+    (tmp_path / "disk.raw").write_bytes(b"A" * 512)
+    # The modules are found by the first import of all, which takes two descriptors.
+    imgsum.command = [sys.executable, "-c", "import imgsum" + LIMITED.format("NOFILE", descriptors, descriptors)]
+    result = imgsum("checksum", "-q", tmp_path / "disk.raw", tmp_path / "missing", close_fds=True)
+    assert result.status == 2
+    assert "Traceback" not in result.errors
+    assert result.text in ("", f"{reference.blkhash(b'A' * 512)}  {tmp_path / 'disk.raw'}\n")
+    assert all(line.startswith("imgsum: ") for line in result.errors.splitlines())
+    assert 1 <= result.errors.count("\n") <= 2
+
+
+def test_no_descriptor_at_all(tmp_path: Path, imgsum: Imgsum) -> None:
+    imgsum.command = [sys.executable, "-c", "import imgsum.cli" + LIMITED.format("NOFILE", 3, 3)]
+    result = imgsum("checksum", "-q", tmp_path / "disk.raw")
+    assert (result.text, result.status) == ("", 2)
+    assert result.errors == "imgsum: too many open files: the limit is too low (ulimit -n)\n"
+
+
+@pytest.mark.parametrize("mebibytes", [40, 60, 80])
+def test_a_small_address_space(mebibytes: int, tmp_path: Path, imgsum: Imgsum) -> None:
+    names = [tmp_path / name for name in ("a", "b", "c")]
+    for path in names:
+        path.write_bytes(b"A" * 5_000_000)
+    limit = mebibytes << 20
+    imgsum.command = [sys.executable, "-c", LIMITED.format("AS", limit, limit)]
+    result = imgsum("checksum", "-q", *names)
+    right = reference.blkhash(b"A" * 5_000_000)
+    sums, errors = result.text.splitlines(), result.errors.splitlines()
+    assert len(sums) + len(errors) == 3
+    assert all(line.startswith(right) for line in sums)
+    assert all(line.startswith("imgsum: ") and "internal error" not in line for line in errors)
+    assert result.status == (2 if errors else 0)
+
+
+def test_hardly_any_threads(tmp_path: Path, imgsum: Imgsum) -> None:
+    """Where no thread can be started, the caller's does all the work."""
+    (tmp_path / "a").write_bytes(b"A" * 5_000_000)
+    for possible in (0, 1, 3):
+        code = (
+            "import threading, imgsum.cli\n"
+            f"start, left = threading.Thread.start, [{possible}]\n"
+            "def limited(self):\n"
+            "    left[0] -= 1\n"
+            '    if left[0] < 0: raise RuntimeError("can\'t start new thread")\n'
+            "    start(self)\n"
+            "threading.Thread.start = limited\n"
+            "imgsum.cli.main()\n"
+        )
+        imgsum.command = [sys.executable, "-c", code]
+        result = imgsum("checksum", "-q", tmp_path / "a")
+        assert result.text == f"{reference.blkhash(b'A' * 5_000_000)}  {tmp_path / 'a'}\n", result.errors
+        assert (result.errors, result.status) == ("", 0)

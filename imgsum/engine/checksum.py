@@ -6,7 +6,6 @@ folds the results in content order.
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +20,7 @@ from imgsum.engine.content import (
     open_content,
 )
 from imgsum.engine.pool import Pool, Worker
-from imgsum.errors import ChangedError, Error, MismatchError, ReadError, UsageError
+from imgsum.errors import ChangedError, Error, MismatchError, ReadError, UsageError, unexpected
 from imgsum.extent import Extent, align, below, coalesce
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import BlkHash, Construction
@@ -408,15 +407,6 @@ class _Run:
 
 def about_image(error: BaseException, name: str) -> Error:
     """ERROR as one about the image NAME. What nobody foresaw is a bug, but no reason to leave other images undone."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        described: Error = ReadError(
-            f"there is not enough memory ({error})" if str(error) else "there is not enough memory"
-        )
-    elif isinstance(error, Error):
-        described = error
-    else:
-        described = Error(f"internal error: {error!r} (IMGSUM_DEBUG=1 shows where; please report it)")
-    if described is not error:
-        described.__cause__ = error
+    described = error if isinstance(error, Error) else unexpected(error)
     described.image = name
     return described.about(name)
