@@ -12,8 +12,6 @@ The checksum is of the content that a guest would read, whatever the format.
 `import imgsum` itself costs nothing: api.py, which lists what is public, is imported when one of these is used.
 """
 
-from __future__ import annotations
-
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 
 if TYPE_CHECKING:
