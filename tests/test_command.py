@@ -523,7 +523,7 @@ def test_too_few_descriptors(here: Path, imgsum: Imgsum) -> None:
     good, bad = result.text.splitlines(), result.errors.splitlines()
     assert len(good) + len(bad) == 100
     assert all(line.startswith(SUM_A) for line in good)
-    assert all(line.endswith("too many open files") for line in bad)
+    assert all("too many open files" in line for line in bad)
     assert result.status == (2 if bad else 0)
 
 

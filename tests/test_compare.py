@@ -463,7 +463,7 @@ def test_ranges_are_limited(here: Path) -> None:
 def test_a_limit_that_would_find_nothing_is_refused(here: Path, limit: int) -> None:
     (here / "a").write_bytes(b"a")
     (here / "b").write_bytes(b"b")
-    with pytest.raises(UsageError, match="limit must be at least 1"):
+    with pytest.raises(UsageError, match="limit: less than 1"):
         api.compare("a", "b", limit=limit)
 
 
