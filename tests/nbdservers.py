@@ -69,10 +69,12 @@ class Servers:
         assert server.process.poll() is None, (directory / "stderr").read_text()
         return server
 
-    def qemu_nbd(self, image: Path, *args: str, image_format: str = "raw") -> NbdServer:
-        """A persistent, read-only qemu-nbd."""
+    def qemu_nbd(self, image: Path, *args: str, image_format: str = "raw", read_only: bool = True) -> NbdServer:
+        """A persistent qemu-nbd."""
         directory = self._directory()
-        words = [find_tool("qemu-nbd"), "-r", "-t", "-f", image_format, "--shared=8", "-k", str(directory / "sock")]
+        words = [find_tool("qemu-nbd"), "-t", "-f", image_format, "--shared=8", "-k", str(directory / "sock")]
+        if read_only:
+            words.append("-r")
         server = self._start([*words, *args, str(image)], f"nbd+unix:///?socket={directory / 'sock'}", directory)
         wait_until_it_serves(server.process, server.socket)
         return server

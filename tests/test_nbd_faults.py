@@ -23,7 +23,7 @@ from reference import KIB, MIB
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import Error, FormatError, OpenError, ReadError
-from imgsum.source.connection import Connection
+from imgsum.source.connection import ALLOCATION, Connection
 
 if TYPE_CHECKING:
     from nbdservers import Servers
@@ -316,7 +316,7 @@ def test_a_listener_that_never_speaks(silent: str) -> None:
 def test_a_handshake_that_is_over_at_once(short_path: Path) -> None:
     """On a busy machine libnbd may get through all of it in the call that only begins to connect."""
     with FakeNbd(short_path, CONTENT) as server:
-        connection = Connection(lambda handle: handle.connect_uri(server.uri), ask_extents=True, io_timeout=HANG)
+        connection = Connection(lambda handle: handle.connect_uri(server.uri), contexts=[ALLOCATION], io_timeout=HANG)
         connection.connect(HANG)
         buffer = bytearray(4096)
         connection.read(0, memoryview(buffer))

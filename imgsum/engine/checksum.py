@@ -302,7 +302,10 @@ class _Run:
         """Open the image. Raises an imgsum.Error, also when it is not as the task says."""
         if self._task.error is not None:
             raise self._task.error
-        content = self.content = open_content(self._task.image, self._task.options, self.construction.block_size)
+        options, since = self._task.options, self._task.since
+        if since is not None:
+            options = options._replace(bitmap=since.bitmap)
+        content = self.content = open_content(self._task.image, options, self.construction.block_size)
         if content.end is not None:
             self.size = content.end - content.start
             expected = self._task.size

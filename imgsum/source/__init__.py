@@ -72,6 +72,8 @@ class _OpenOptions(NamedTuple):
     """A file with the secret of an encrypted image."""
     snapshot: str | None = None
     """The name or ID of an internal snapshot (qcow2) to read instead of the active layer."""
+    bitmap: str | None = None
+    """The name of a dirty bitmap that clean() will be asked for: NBD must know when it connects."""
     offset: int = 0
     """Where the range that is read begins, in bytes."""
     length: int | None = None
@@ -113,6 +115,7 @@ class OpenOptions(_OpenOptions):
             (TIMEOUT, "io_timeout"),
             (TEXT, "secret_file"),
             (TEXT, "snapshot"),
+            (TEXT, "bitmap"),
             (SIZE, "length"),
         ):
             value = getattr(self, name)

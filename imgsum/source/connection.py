@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from imgsum.errors import FormatError, OpenError, ReadError, os_error_reason
@@ -24,6 +24,8 @@ from imgsum.source import libnbd
 from imgsum.units import KIB, MIB
 
 ALLOCATION = "base:allocation"
+DIRTY_BITMAP = "qemu:dirty-bitmap:"
+"""Metadata contexts; what follows the second is a bitmap's name."""
 _READ, _WRITE = 1, 2  # LIBNBD_AIO_DIRECTION_*
 _READ_ERROR = 3  # LIBNBD_READ_ERROR, a chunk's status
 
@@ -62,8 +64,11 @@ class Connection:
     Only after share() may several threads have requests in flight.
     """
 
-    def __init__(self, start: Callable[[Any], None], *, ask_extents: bool, io_timeout: float | None) -> None:
-        """START(handle) starts connecting, e.g. by its aio_connect_uri. Nothing is connected yet: see connect()."""
+    def __init__(self, start: Callable[[Any], None], *, contexts: Sequence[str], io_timeout: float | None) -> None:
+        """START(handle) starts connecting, e.g. by its aio_connect_uri. Nothing is connected yet: see connect().
+
+        CONTEXTS: what block_status() may be asked about.
+        """
         nbd = libnbd.load()
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -75,8 +80,8 @@ class Connection:
         # A minimum block size that doesn't divide the export's size leaves a tail, which libnbd would not ask for.
         self.handle.set_strict_mode(self.handle.get_strict_mode() & ~nbd.STRICT_ALIGN)
         self.handle.set_pread_initialize(False)  # read() itself sees to it that all of the buffer was written
-        if ask_extents:
-            self.handle.add_meta_context(ALLOCATION)
+        for context in contexts:
+            self.handle.add_meta_context(context)
         self._start = start
         self._io_timeout = io_timeout
         self._lock = threading.Lock()
@@ -249,10 +254,10 @@ class Connection:
         if end != offset + len(buffer):
             raise ReadError("the NBD server's reply does not cover what was asked for", offset=end)
 
-    def block_status(self, offset: int, length: int) -> list[int] | None:
-        """The server's extents from OFFSET on, as length, flags, length, flags ...; it was asked about LENGTH bytes.
+    def block_status(self, offset: int, length: int, asked: str = ALLOCATION) -> list[int] | None:
+        """The server's extents from OFFSET on, as length, flags, length, flags ...; it was ASKED about LENGTH bytes.
 
-        None when it does not say: it answers with an error, or not about base:allocation. Raises ReadError when the
+        None when it does not say: it answers with an error, or not about that context. Raises ReadError when the
         connection is broken.
         """
         with self._budget:
@@ -267,7 +272,7 @@ class Connection:
                 self._expected += 8 * len(entries)
             if count > _MAX_STATUS_CHUNKS:
                 self._cut(_FLOOD)
-            elif context == ALLOCATION and at == offset and not answers:
+            elif context == asked and at == offset and not answers:
                 answers.append(entries)
             return 0
 

@@ -5,14 +5,14 @@ The protocol: doc/proto.md of https://github.com/NetworkBlockDevice/nbd. libnbd 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
-from imgsum.errors import ChangedError, FormatError, OpenError, UsageError
+from imgsum.errors import ChangedError, FormatError, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
-from imgsum.source.connection import ALLOCATION, CHECK_EVERY, Connection
+from imgsum.source.connection import ALLOCATION, CHECK_EVERY, DIRTY_BITMAP, Connection
 from imgsum.units import GIB, KIB, MIB
 
 MOST_CONNECTIONS = 8
@@ -93,17 +93,21 @@ class NbdSource:
         self._closing = Event()
         self._readers = 0
         try:
-            self._first = self._connect(options.connect_timeout, ask_extents=options.extents)
+            contexts = [ALLOCATION] if options.extents else []
+            if options.bitmap is not None:
+                contexts.append(_dirty_bitmap(options.bitmap))
+            self._first = self._connect(options.connect_timeout, contexts)
             handle = self._first.handle
             self.size = self._first.size()
             self._limits = _limits(handle, options.request_size)
-            self._ask: bool = options.extents and handle.can_meta_context(ALLOCATION)
+            self._contexts = {context for context in contexts if handle.can_meta_context(context)}
+            """What the server answers about."""
             multi_conn = handle.can_multi_conn()
             self._facts: dict[str, object] = {
                 "nbd_multi_conn": multi_conn,
                 "nbd_structured_replies": handle.get_structured_replies_negotiated(),
                 "nbd_tls": handle.get_tls_negotiated(),
-                "nbd_extents": self._ask,
+                "nbd_extents": ALLOCATION in self._contexts,
             }
         except BaseException:
             self.close()
@@ -115,16 +119,30 @@ class NbdSource:
         self._first.share()  # between questions for extents and at least one worker
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
-        """See Source. A server that gives no answer once, or little by little, is not asked again: the rest is data."""
-        at, end, stretch, questions = start, start + length, _FIRST_STATUS, 0
+        """See Source."""
+        return self._statuses(start, start + length, ALLOCATION)
+
+    def clean(self, bitmap: str) -> Iterator[Extent]:
+        """See Source. BITMAP is that of the options, as the server must be asked for it when it is connected to."""
+        context = _dirty_bitmap(bitmap)
+        if context not in self._contexts:
+            raise RefusedError(f"the NBD server does not offer the metadata context {context}")
+        return self._statuses(0, self.size, context)
+
+    def _statuses(self, start: int, end: int, context: str) -> Iterator[Extent]:
+        """What the server says of START..END in CONTEXT: zero, or not dirty.
+
+        A server that gives no answer once, or little by little, is not asked again: the rest is data, or dirty.
+        """
+        at, stretch, questions = start, _FIRST_STATUS, 0
         while at < end:
             questions += 1
             begun, count = at, 0
-            for extent in self._block_status(at, min(end, at + stretch)):
+            for extent in self._block_status(at, min(end, at + stretch), context):
                 yield extent
                 at, count = extent.end, count + 1
             if at == begun or (questions > _FEW_QUESTIONS and at - start < questions * _WORTH_ASKING):
-                self._ask = False
+                self._contexts.discard(context)
                 if at < end:
                     yield Extent(at, end - at, False)
                 return
@@ -133,14 +151,14 @@ class NbdSource:
             elif count < _MANY_EXTENTS // 4:
                 stretch = min(_MOST_STATUS, stretch * 2)
 
-    def _block_status(self, start: int, end: int) -> Iterator[Extent]:
+    def _block_status(self, start: int, end: int, context: str) -> Iterator[Extent]:
         """What the server says of START..END, or of a beginning of it; nothing when it does not say."""
-        if not self._ask:
+        if context not in self._contexts:
             return
         minimum = self._limits.minimum
         at = start - start % minimum
         length = min(-(-(end - at) // minimum) * minimum, self.size - at)
-        entries = self._first.block_status(at, length)
+        entries = self._first.block_status(at, length, context)
         # In pairs; iter() twice over one iterator, so that no second list is made.
         numbers = iter(entries or ())
         for count, flags in zip(numbers, numbers, strict=False):
@@ -148,7 +166,8 @@ class NbdSource:
             # may an extent of no length be. What is outside START..END is not taken from here.
             extent_end = min(at + count, end)
             if extent_end > max(at, start):
-                yield Extent(max(at, start), extent_end - max(at, start), bool(flags & _ZERO))
+                zero = bool(flags & _ZERO) if context == ALLOCATION else not flags
+                yield Extent(max(at, start), extent_end - max(at, start), zero)
             at += count
             if at >= end:
                 return
@@ -168,15 +187,15 @@ class NbdSource:
     def _connect_again(self) -> Connection:
         """Another connection; the first one where the server has no place for more."""
         try:
-            connection = self._connect(min(_EXTRA_TIMEOUT, self._options.connect_timeout), ask_extents=False)
+            connection = self._connect(min(_EXTRA_TIMEOUT, self._options.connect_timeout))
         except OpenError:
             return self._first
         if connection.size() != self.size:
             raise ChangedError("the NBD export's size changed while it was read")
         return connection
 
-    def _connect(self, timeout: float, *, ask_extents: bool) -> Connection:
-        connection = Connection(self._start, ask_extents=ask_extents, io_timeout=self._options.io_timeout)
+    def _connect(self, timeout: float, contexts: Sequence[str] = ()) -> Connection:
+        connection = Connection(self._start, contexts=contexts, io_timeout=self._options.io_timeout)
         with self._lock:
             if self._closed:
                 raise OpenError("the NBD source was closed")
@@ -213,6 +232,13 @@ class NbdSource:
             connections, self._connections = self._connections, []
         for connection in connections:
             connection.close()
+
+
+def _dirty_bitmap(name: str) -> str:
+    """The metadata context of the dirty bitmap NAME. Raises UsageError."""
+    if not name or "\0" in name or any("\ud800" <= char <= "\udfff" for char in name):
+        raise UsageError("the name of a dirty bitmap is UTF-8, and not empty")
+    return DIRTY_BITMAP + name
 
 
 class _Slot:

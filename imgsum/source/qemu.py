@@ -121,6 +121,15 @@ class ServedSource:
         except ReadError as error:
             raise self._explained(error) from error.__cause__
 
+    def clean(self, bitmap: str) -> Iterator[Extent]:
+        """See Source. A command's export may offer a bitmap; our own qemu-nbd does not."""
+        if self._files:
+            raise RefusedError("dirty bitmaps are read by imgsum's own reader of qcow2 only")
+        try:
+            yield from self._export.clean(bitmap)
+        except ReadError as error:
+            raise self._explained(error) from error.__cause__
+
     def reader(self) -> Reader:
         """See Source."""
         return _Reader(self, self._export.reader())

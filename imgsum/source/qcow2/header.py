@@ -24,12 +24,13 @@ _V2_LENGTH, _V3_LENGTH = 72, 104
 _SNAPSHOT = struct.Struct(">QIHHIIQII")
 
 _DIRTY, _CORRUPT, _DATA_FILE, _COMPRESSION, _EXTENDED_L2 = (1 << bit for bit in range(5))
-_DATA_FILE_RAW = 1 << 1  # an autoclear feature
+_BITMAPS, _DATA_FILE_RAW = 1 << 0, 1 << 1  # autoclear features
 
 _EXT_END = 0
 _EXT_BACKING_FORMAT = 0xE2792ACA
 _EXT_FEATURE_NAMES = 0x6803F857
 _EXT_DATA_FILE = 0x44415441
+_EXT_BITMAPS = 0x23852875
 
 _MAX_EXTENSIONS = 1024  # QEMU has no limit, and writes 4; a header of 2 MiB has room for 262144
 _MAX_L1_BYTES = 32 * MIB
@@ -69,6 +70,10 @@ class Header(NamedTuple):
     """L2 entries have 16 bytes, and clusters 32 subclusters."""
     corrupt: bool
     """QEMU found the image to be corrupt once, and opens it only for reading."""
+    bitmaps: bytes | None = None
+    """The bitmaps extension, if there is one: see bitmaps.py."""
+    bitmaps_consistent: bool = False
+    """Whoever wrote to the image last knew bitmaps."""
 
     @property
     def cluster_size(self) -> int:
@@ -164,6 +169,8 @@ def parse(read: ReadBytes) -> Header:
         compression=_compression(raw, header_length, incompatible),
         extended_l2=extended_l2,
         corrupt=bool(incompatible & _CORRUPT),
+        bitmaps=extensions.bitmaps,
+        bitmaps_consistent=bool(autoclear & _BITMAPS),
     )
     needed = -(-size >> (cluster_bits + header.l2_bits))  # of the size before rounding, as QEMU does
     _check("l1_size", l1_size, l1_size >= needed, f"less than {needed}, which a size of {size} needs")
@@ -209,11 +216,12 @@ class _Extensions(NamedTuple):
     backing_format: str | None
     data_file: bytes | None
     feature_names: bytes
+    bitmaps: bytes | None
 
 
 def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
     """The header extensions in START..END of the file, at most one cluster. Unknown ones are ignored."""
-    backing_format = data_file = None
+    backing_format = data_file = bitmaps = None
     feature_names = b""
     raw = read(0, end)
     at, count = start, 0
@@ -237,8 +245,10 @@ def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
             _check("the length of the data file's name", len(data_file), len(data_file) <= _MAX_PATH, "too long")
         elif kind == _EXT_FEATURE_NAMES:
             feature_names = raw[at : at + length]
+        elif kind == _EXT_BITMAPS:
+            bitmaps = raw[at : at + length]
         at += -(-length // 8) * 8
-    return _Extensions(backing_format or None, data_file or None, feature_names)
+    return _Extensions(backing_format or None, data_file or None, feature_names, bitmaps)
 
 
 def _check_features(incompatible: int, names: bytes) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 
 from imgsum.errors import Error, FormatError, NotNativeError, RefusedError
+from imgsum.extent import Extent
 from imgsum.source import OpenOptions, refuse_larger
 from imgsum.source.backing import PROTOCOL, backing_file
 from imgsum.source.compressed import MAX_FRAMES, Decompress, inflater, zstd_decompressor
 from imgsum.source.file import HostFile
 from imgsum.source.layers import MAX_LAYERS, Layer, LayeredSource, RawLayer, data_size
 from imgsum.source.qcow2.audit import audit
+from imgsum.source.qcow2.bitmaps import clean_extents, find_bitmap
 from imgsum.source.qcow2.header import ZSTD, Header, at_snapshot, find_snapshot, parse
 from imgsum.source.qcow2.mapping import Mapping
 from imgsum.source.tables import TableCache
@@ -47,7 +50,25 @@ class _Qcow2Layer:
         return self._decompress
 
 
-def open_image(file: HostFile, options: OpenOptions) -> LayeredSource:
+class Qcow2Source(LayeredSource):
+    """A qcow2 image with all that it refers to."""
+
+    def __init__(self, layers: Sequence[Layer], files: Sequence[HostFile], options: OpenOptions) -> None:
+        """See LayeredSource; OPTIONS: how it was opened."""
+        super().__init__("qcow2", layers, files)
+        self._options = options
+
+    def clean(self, bitmap: str) -> Iterator[Extent]:
+        """See Source. The bitmap is the image's own: those of its backing files say nothing of what is on top."""
+        if self._options.snapshot is not None:
+            raise RefusedError("a bitmap says what was written to the disk, and nothing of a snapshot")
+        image = self._layers[0]
+        assert isinstance(image, _Qcow2Layer)
+        read, header = image.file.read_bytes, image.header
+        return clean_extents(read, header, find_bitmap(read, header, os.fsencode(bitmap)))
+
+
+def open_image(file: HostFile, options: OpenOptions) -> Qcow2Source:
     """The image in FILE, and all that it refers to. FILE is the source's from then on; after an error, the caller's.
 
     Raises NotNativeError for what QEMU must read, and else an imgsum.Error.
@@ -55,7 +76,7 @@ def open_image(file: HostFile, options: OpenOptions) -> LayeredSource:
     others: list[HostFile] = []
     try:
         layers = _open_layers(file, options, others)
-        return LayeredSource("qcow2", layers, [file, *others])
+        return Qcow2Source(layers, [file, *others], options)
     except BaseException:
         for other in others:
             other.close()
