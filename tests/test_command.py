@@ -19,7 +19,8 @@ import reference
 from conftest import Imgsum
 
 from imgsum import __version__
-from imgsum.options import COMMANDS, command_parser
+from imgsum.commands import COMMANDS
+from imgsum.commands.parser import command_parser
 
 SUM_A = reference.blkhash(b"A" * 512)
 
@@ -222,7 +223,7 @@ def test_json_stats(here: Path, imgsum: Imgsum) -> None:
     assert stats["requests"] >= 1
     assert stats["seconds"] > 0
     assert stats["cache"] in ("none", "writeback")
-    assert list(stats) == ["bytes_read", "zero_bytes", "extents", "requests", "seconds", "cache"]
+    assert list(stats) == ["bytes_read", "zero_bytes", "extents", "requests", "seconds", "reused_bytes", "cache"]
 
 
 def test_stats_for_people(here: Path, imgsum: Imgsum) -> None:

@@ -13,14 +13,14 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "imgsum"
 
 LAYERS = [
-    {"imgsum.errors", "imgsum.extent", "imgsum.units", "imgsum.parameters"},
+    {"imgsum.errors", "imgsum.extent", "imgsum.units", "imgsum.parameters", "imgsum.trace"},
     {"imgsum.hash"},
     {"imgsum.source", "imgsum.index"},
     {"imgsum.engine"},
     {"imgsum.sums"},
     {"imgsum.api"},
     {"imgsum.output"},
-    {"imgsum.option_groups", "imgsum.options", "imgsum.commands", "imgsum.cli", "imgsum.__main__"},
+    {"imgsum.commands", "imgsum.cli", "imgsum.__main__"},
 ]
 """The floors. Each may import what is above it here, and its own modules."""
 

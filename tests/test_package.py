@@ -16,7 +16,8 @@ import pytest
 import reference
 from conftest import find_tool, need
 
-from imgsum import options
+from imgsum.commands import COMMANDS
+from imgsum.commands import parser as parsers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -121,7 +122,7 @@ def test_the_wheel_has_types_man_pages_and_completions(wheel: Path) -> None:
         names = archive.namelist()
     assert "imgsum/py.typed" in names
     for wanted in (
-        *(f"share/man/man1/imgsum-{command}.1" for command in options.COMMANDS),
+        *(f"share/man/man1/imgsum-{command}.1" for command in COMMANDS),
         "share/man/man1/imgsum.1",
         "share/bash-completion/completions/imgsum",
         "share/zsh/site-functions/_imgsum",
@@ -130,8 +131,8 @@ def test_the_wheel_has_types_man_pages_and_completions(wheel: Path) -> None:
 
 
 def option_strings() -> Iterator[tuple[str, str]]:
-    for command in options.COMMANDS:
-        for action in options.command_parser(command)._actions:
+    for command in COMMANDS:
+        for action in parsers.command_parser(command)._actions:
             if action.dest != "help":  # a man page is the help
                 yield from ((command, option) for option in action.option_strings)
 
@@ -155,19 +156,19 @@ def test_man_pages_and_completions_are_those_of_the_parser(made: str, monkeypatc
     make_docs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_docs)
     texts = getattr(make_docs, made)()
-    assert len(texts) == {"man_pages": 1 + len(options.COMMANDS), "completions": 2}[made]
+    assert len(texts) == {"man_pages": 1 + len(COMMANDS), "completions": 2}[made]
     for path, text in texts.items():
         assert path.read_text() == text, f"make docs: {path.name} is out of date"
 
 
-@pytest.mark.parametrize("command", options.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_man_pages_say_what_they_name(command: str) -> None:
     page = (ROOT / "docs" / "man" / f"imgsum-{command}.1").read_text()
     assert "?." not in page
     assert not re.search(r"^\.TP\n.*\n\n", page, re.MULTILINE)  # something without a word about it
 
 
-@pytest.mark.parametrize("name", ["imgsum", *(f"imgsum-{command}" for command in options.COMMANDS)])
+@pytest.mark.parametrize("name", ["imgsum", *(f"imgsum-{command}" for command in COMMANDS)])
 def test_man_pages_lose_no_line(name: str) -> None:
     """roff takes lines that begin with a dot or an apostrophe for requests, and drops those that it doesn't know."""
     page = (ROOT / "docs" / "man" / f"{name}.1").read_text()
@@ -185,5 +186,5 @@ def test_completions_offer_values() -> None:
 
 def test_every_command_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
-    for command in options.COMMANDS:
+    for command in COMMANDS:
         assert f"imgsum {command}" in readme

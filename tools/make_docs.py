@@ -11,7 +11,9 @@ from pathlib import Path
 import shtab
 from argparse_manpage.manpage import Manpage
 
-from imgsum import __version__, options
+from imgsum import __version__
+from imgsum.commands import COMMANDS
+from imgsum.commands import parser as parsers
 from imgsum.hash import algorithms
 from imgsum.parameters import FORMATS
 
@@ -67,14 +69,14 @@ EXAMPLES = {
 def man_pages() -> dict[Path, str]:
     """Each page's path and text: imgsum(1), and one for each command, of the name that git and others would give it."""
     os.environ["COLUMNS"] = "80"  # not the terminal's: the same parser gives the same page
-    pages: dict[str, argparse.ArgumentParser] = {"imgsum": options.top_parser()}
-    for command in options.COMMANDS:
-        pages[f"imgsum-{command}"] = options.command_parser(command, for_docs=True)
+    pages: dict[str, argparse.ArgumentParser] = {"imgsum": parsers.top_parser()}
+    for command in COMMANDS:
+        pages[f"imgsum-{command}"] = parsers.command_parser(command, for_docs=True)
     return {ROOT / "docs" / "man" / f"{name}.1": _man_page(name, parser) for name, parser in pages.items()}
 
 
 def _man_page(name: str, parser: argparse.ArgumentParser) -> str:
-    description = options.COMMANDS.get(name.removeprefix("imgsum-"), "the checksum for disk images")
+    description = COMMANDS.get(name.removeprefix("imgsum-"), "the checksum for disk images")
     parser.prog = name
     data = {
         "project_name": "imgsum",
@@ -88,11 +90,11 @@ def _man_page(name: str, parser: argparse.ArgumentParser) -> str:
     if not command:
         parser.epilog = None  # the list of commands, which is a section of its own
     page = Manpage(parser, _data=data)
-    others = [f"imgsum{command}(1)" for command in ("", *(f"-{c}" for c in options.COMMANDS))]
+    others = [f"imgsum{command}(1)" for command in ("", *(f"-{c}" for c in COMMANDS))]
     see_also = ", ".join(other for other in others if other != f"{name}(1)")
     sections = [str(page).rstrip()]
     if not command:
-        sections.append(".SH COMMANDS\n" + _tagged([(f"imgsum {key}", text) for key, text in options.COMMANDS.items()]))
+        sections.append(".SH COMMANDS\n" + _tagged([(f"imgsum {key}", text) for key, text in COMMANDS.items()]))
     sections.append(".SH EXIT STATUS\n" + _tagged(list(EXIT_STATUS[command].items())))
     sections.append(".SH EXAMPLES\n" + _tagged([(example, text) for text, example in EXAMPLES[command].items()]))
     return "\n\n".join([*sections, f".SH SEE ALSO\n{see_also}\n"])
@@ -114,7 +116,7 @@ def completions() -> dict[Path, str]:
     names = {"bash": "imgsum", "zsh": "_imgsum"}
     texts = {}
     for shell, name in names.items():
-        parser = options.docs_parser()
+        parser = parsers.docs_parser()
         _complete_values(parser)
         texts[ROOT / "completions" / name] = shtab.complete(parser, shell=shell)
     return texts
@@ -126,7 +128,7 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for command in action.choices.values():
                 _complete_values(command)
-        elif not action.option_strings or action.dest in options.TAKE_A_FILE:
+        elif not action.option_strings or action.dest in parsers.TAKE_A_FILE:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads it
         elif action.dest in ("format", "second_format"):
             action.choices = FORMATS

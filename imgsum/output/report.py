@@ -11,10 +11,10 @@ from imgsum.units import GIB, KIB, MIB, format_size
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
+    from imgsum.commands.options import Arguments
     from imgsum.engine.checksum import Checksum
     from imgsum.engine.compare import Pair
     from imgsum.engine.content import Stats
-    from imgsum.options import Arguments
     from imgsum.sums.check import Tally, Verdict
 
 SCHEMA = 1

@@ -1,4 +1,4 @@
-"""The command line's grammar: commands, names, and the options of option_groups.py, as argparse parsers.
+"""The command line's grammar, by argparse.
 
 The man pages and the completions of the shells are made from docs_parser(). Options and names may be mixed, as GNU
 tools allow, `--` ends options, and `[ COMMAND ARG... ]` is one name.
@@ -9,52 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from importlib import import_module
 
 from imgsum import __version__
+from imgsum.commands import COMMANDS
+from imgsum.commands.options import Arguments
 from imgsum.errors import UsageError
-from imgsum.option_groups import ADD_OPTIONS
 
 TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
     from imgsum.source import Command
-
-COMMANDS = {
-    "checksum": "print a checksum for each image",
-    "check": "verify images against checksums",
-    "compare": "is the content the same, and where not?",
-    "algorithms": "list the algorithms that -a takes",
-}
-
-_NAMES: dict[str, tuple[str | None, str, str | int]] = {
-    "checksum": ("images", "IMAGE", "*"),
-    "check": ("sums", "SUMS", "*"),
-    "compare": ("images", "IMAGE", 2),
-    "algorithms": (None, "", 0),
-}
-
-_NAMES_HELP = {
-    "images": "a file, a block device, an NBD URI, a command in brackets, or - for standard input",
-    "sums": "a file of checksums, or - for standard input",
-}
-
-_SOURCES = """\
-an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
-nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
-standard input"""
-
-_SIZES = "Sizes take k, m, g, t (1024, either case)."
-
-_EPILOGS = {
-    "checksum": f"{_SOURCES}, which is what no IMAGE stands for. {_SIZES}",
-    "check": f"""\
-a SUMS file has lines as `imgsum checksum` prints them, plain, tagged or JSON; `-`, or no SUMS, is standard input. The
-status is 0 when every line was verified, and there was one; 1 when content differs; 2 when anything could not be
-verified. {_SIZES}""",
-    "compare": f"""\
-{_SOURCES} (one of the two at most). The status is 0 when the content is the same, 1 when it differs, 2 for trouble.
-{_SIZES}""",
-    "algorithms": None,
-}
 
 TAKE_A_FILE = ("sums", "secret_file")
 """Where the shells complete the names of files, besides IMAGE."""
@@ -64,13 +28,6 @@ class _Bracketed(str):
     """`[ PROGRAM ARG... ]` on its way through argparse, which takes strings only."""
 
     command: Command
-
-
-class Arguments(argparse.Namespace):
-    """What was asked for."""
-
-    command: str
-    names: list[str | Command]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -218,21 +175,24 @@ def top_parser() -> _Parser:
 
 def command_parser(command: str, for_docs: bool = False) -> _Parser:
     """The parser of COMMAND's options. FOR_DOCS: its names too, which parse() takes care of itself."""
-    dest, metavar, count = _NAMES[command]
+    module = import_module(f"imgsum.commands.{command}")  # the others are not imported
+    names = module.NAMES
+    usage = f"imgsum {command} [OPTION]..."
+    if names is not None:
+        usage += f" {names.metavar}" * names.count if isinstance(names.count, int) else f" [{names.metavar}]..."
     parser = _Parser(
         prog=f"imgsum {command}",
-        usage=f"imgsum {command} [OPTION]..."
-        + (f" {metavar}" * count if isinstance(count, int) else f" [{metavar}]..."),
+        usage=usage,
         description=_sentence(COMMANDS[command]),
-        epilog=_EPILOGS[command],
+        epilog=module.EPILOG,
         formatter_class=_formatter,
         add_help=False,
         allow_abbrev=False,
     )
-    ADD_OPTIONS[command](parser)
+    module.add_options(parser)
     _add_information(parser)
-    if for_docs and dest:
-        parser.add_argument(dest, metavar=metavar, nargs=count, help=_NAMES_HELP[dest])
+    if for_docs and names is not None:
+        parser.add_argument(names.dest, metavar=names.metavar, nargs=names.count, help=names.help)
     return parser
 
 

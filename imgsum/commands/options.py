@@ -1,81 +1,59 @@
-"""Each command's options, in groups that commands share. options.py makes parsers of them."""
+"""The options that commands share, in groups, and what is made of them."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 from imgsum import parameters
 from imgsum.errors import UsageError
 from imgsum.units import MIB, parse_size
 
-
-def _checksum_options(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("output")
-    output.add_argument("--tag", action="store_true", help="print lines that say the algorithm and block size")
-    output.add_argument("-z", "--zero", action="store_true", help="end lines with NUL, and escape no names")
-    _add_output(output)
-    _add_construction(parser)
-    _add_reading(parser)
-    _add_range(parser)
+TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
+if TYPE_CHECKING:
+    from imgsum.engine.content import Progress
+    from imgsum.hash.blkhash import Construction
+    from imgsum.source import Command, OpenOptions
 
 
-def _check_options(parser: argparse.ArgumentParser) -> None:
-    lines = parser.add_argument_group("sums files")
-    lines.add_argument("-z", "--zero", action="store_true", help="lines end with NUL, and no names are escaped")
-    lines.add_argument(
-        "--relative-to-sums",
-        action="store_true",
-        help="names are relative to the directory of SUMS, not to the current one",
-    )
-    lines.add_argument("--ignore-missing", action="store_true", help="skip images that do not exist")
-    strictness = lines.add_mutually_exclusive_group()
-    strictness.add_argument(
-        "--ignore-malformed", action="store_true", help="skip lines that are not checksums of images"
-    )
-    strictness.add_argument("--strict", action="store_true", help="fail for such lines, which is the default")
-    lines.add_argument(
-        "-w", "--warn", action="store_true", help="report each such line, also with --ignore-malformed and --status"
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--status", action="store_true", help="print no verdicts and no counts: the status says it")
-    _add_output(output, quiet="print no OK, no hints and no progress")
-    _add_construction(parser)
-    _add_reading(parser)
-    _add_range(parser)
+class Names:
+    """What a command's names are."""
+
+    def __init__(self, dest: str, metavar: str, count: str | int, help_: str) -> None:
+        self.dest = dest
+        self.metavar = metavar
+        self.count = count
+        """`*`, or how many there must be."""
+        self.help = help_
 
 
-def _compare_options(parser: argparse.ArgumentParser) -> None:
-    comparison = parser.add_argument_group("comparison")
-    comparison.add_argument(
-        "--all", action="store_true", help="print every range that differs, not only the first byte"
-    )
-    comparison.add_argument(
-        "-s", "--strict", action="store_true", help="images of different sizes differ, even if the rest is zeros"
-    )
-    comparison.add_argument(
-        "-F",
-        "--second-format",
-        metavar="FORMAT",
-        choices=parameters.FORMATS,
-        help="the second image's format, instead of detecting it",
-    )
-    _add_output(parser.add_argument_group("output"), quiet="print nothing: the status says it")
-    _add_reading(parser)
-    _add_range(parser)
+IMAGE_HELP = "a file, a block device, an NBD URI, a command in brackets, or - for standard input"
+
+SOURCES = """\
+an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
+nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
+standard input"""
+
+SIZES = "Sizes take k, m, g, t (1024, either case)."
 
 
-def _algorithms_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each algorithm")
+class Arguments(argparse.Namespace):
+    """What was asked for: each option by its long name, and the names."""
+
+    command: str
+    names: list[str | Command]
 
 
-def _add_output(
+def add_output(
     group: argparse._ArgumentGroup, quiet: str = "no notes and no progress, only results and errors"
 ) -> None:
+    """What is printed. QUIET: the help of -q."""
     group.add_argument("--json", action="store_true", help="print one JSON object for each image, also for failures")
     group.add_argument("--stats", action="store_true", help="say what was read, what was skipped, and how long it took")
     group.add_argument("-q", "--quiet", action="store_true", help=quiet)
     group.add_argument("-p", "--progress", action="store_true", help="show progress at once, and off a terminal too")
+    group.add_argument("--debug", action="store_true", help="say on stderr what is opened, asked, read and decided")
     group.add_argument("--no-progress", action="store_true", help="never show progress")
     group.add_argument(
         "--progress-fd",
@@ -85,7 +63,8 @@ def _add_output(
     )
 
 
-def _add_construction(parser: argparse.ArgumentParser) -> None:
+def add_construction(parser: argparse.ArgumentParser) -> None:
+    """What decides the value of a checksum, besides the content."""
     group = parser.add_argument_group("checksum")
     group.add_argument("-a", "--algorithm", metavar="NAME", help="hash function (default: sha256)")
     group.add_argument(
@@ -104,7 +83,8 @@ def _add_construction(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_reading(parser: argparse.ArgumentParser) -> None:
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """How images are opened and read: the fields of OpenOptions."""
     group = parser.add_argument_group("reading")
     group.add_argument(
         "-f",
@@ -124,7 +104,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-U", "--force-share", action="store_true", help="read an image that a running virtual machine writes to"
     )
-    group.add_argument("--no-extents", action="store_true", help="read everything, also what is said to be zero")
+    group.add_argument("--no-extents", action="store_true", help="read everything, including areas reported as zero")
     group.add_argument(
         "--request-size",
         metavar="SIZE",
@@ -160,9 +140,9 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--io-timeout",
         metavar="SECONDS",
         type=_seconds,
-        help="how long an NBD server may take to answer a request (default: for ever)",
+        help="how long an NBD server may take to answer a request (default: forever)",
     )
-    trust = parser.add_argument_group("images of strangers")
+    trust = parser.add_argument_group("untrusted images")
     trust.add_argument(
         "--untrusted",
         action="store_true",
@@ -176,7 +156,8 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_range(parser: argparse.ArgumentParser) -> None:
+def add_range(parser: argparse.ArgumentParser) -> None:
+    """Which part of the content is read."""
     group = parser.add_argument_group("range")
     group.add_argument(
         "--offset", metavar="SIZE", type=_size(parameters.SIZE), default=0, help="begin at this offset of the content"
@@ -184,6 +165,58 @@ def _add_range(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--length", metavar="SIZE", type=_size(parameters.SIZE), help="stop after this many bytes of content"
     )
+
+
+def open_options(arguments: Arguments) -> OpenOptions:
+    """The options of reading, in one record. Raises UsageError."""
+    from imgsum.source import OpenOptions
+
+    return OpenOptions(
+        format=arguments.format,
+        direct=arguments.cache == "none",
+        force_share=arguments.force_share,
+        extents=not arguments.no_extents,
+        request_size=arguments.request_size,
+        queue_size=arguments.queue_size,
+        reader=arguments.reader,
+        snapshot=arguments.snapshot,
+        secret_file=arguments.secret_file,
+        connections=arguments.connections,
+        connect_timeout=arguments.connect_timeout,
+        io_timeout=arguments.io_timeout,
+        untrusted=arguments.untrusted,
+        max_size=arguments.max_size,
+        offset=arguments.offset,
+        length=arguments.length,
+        own_descriptors=False,
+    )
+
+
+def construction(arguments: Arguments) -> Construction:
+    """What decides the value of a checksum, besides the content. Raises UsageError."""
+    from imgsum.hash import blkhash
+
+    return blkhash.construction(arguments.construction, arguments.algorithm, arguments.block_size)
+
+
+def progress_for(arguments: Arguments, images: int | None) -> Progress | None:
+    """What is told about the progress of so many images (None: nobody knows how many), if anything is."""
+    from imgsum.output import progress
+
+    if arguments.progress_fd is not None:
+        try:
+            os.fstat(arguments.progress_fd)
+        except (OSError, OverflowError):
+            raise UsageError(f"--progress-fd: descriptor {arguments.progress_fd} is not open") from None
+        return progress.Descriptor(progress.to_descriptor(arguments.progress_fd), images)
+    if arguments.no_progress or (arguments.quiet and not arguments.progress):
+        return None
+    write = progress.to_descriptor(2)
+    if os.isatty(2):
+        return progress.Bar(
+            write, os.get_terminal_size(2).columns or 80, 0.0 if arguments.progress else progress.PATIENCE
+        )
+    return progress.Lines(write) if arguments.progress else None
 
 
 def _size(rule: parameters.Rule) -> Callable[[str], int]:
@@ -223,12 +256,3 @@ def _descriptor(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"not a descriptor: '{text}'")
     return int(text)
-
-
-ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "checksum": _checksum_options,
-    "check": _check_options,
-    "compare": _compare_options,
-    "algorithms": _algorithms_options,
-}
-"""What adds the options of each command to its parser."""

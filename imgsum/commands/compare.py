@@ -1,0 +1,155 @@
+"""`imgsum compare`: whether the content is the same, and where not."""
+
+from __future__ import annotations
+
+import argparse
+
+from imgsum import parameters
+from imgsum.commands.options import (
+    IMAGE_HELP,
+    SIZES,
+    SOURCES,
+    Arguments,
+    Names,
+    add_output,
+    add_range,
+    add_reading,
+    open_options,
+    progress_for,
+)
+from imgsum.engine.compare import Pair
+from imgsum.engine.content import Progress
+from imgsum.errors import DIFFERENT, OK, Error, UsageError, printable
+from imgsum.output import report
+from imgsum.output.report import LineWriter
+
+NAMES = Names("images", "IMAGE", 2, IMAGE_HELP)
+EPILOG = f"""\
+{SOURCES} (one of the two at most). The status is 0 when the content is the same, 1 when it differs, 2 for trouble.
+{SIZES}"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to PARSER."""
+    comparison = parser.add_argument_group("comparison")
+    comparison.add_argument(
+        "--all", action="store_true", help="print every range that differs, not only the first byte"
+    )
+    comparison.add_argument(
+        "-s", "--strict", action="store_true", help="images of different sizes differ, even if the rest is zeros"
+    )
+    comparison.add_argument(
+        "-F",
+        "--second-format",
+        metavar="FORMAT",
+        choices=parameters.FORMATS,
+        help="the second image's format, instead of detecting it",
+    )
+    add_output(parser.add_argument_group("output"), quiet="print nothing: the status says it")
+    add_reading(parser)
+    add_range(parser)
+
+
+def run(arguments: Arguments) -> int:
+    """Do as ARGUMENTS say, and return the exit status."""
+    if len(arguments.names) != 2:
+        raise UsageError(f"compare takes two images, not {len(arguments.names)}")
+    first_image, second_image = arguments.names
+    options = open_options(arguments)
+    second_options = options._replace(format=arguments.second_format)
+    progress = progress_for(arguments, 1)
+    try:
+        with Pair(first_image, second_image, options, second_options) as pair:
+            listing = arguments.all and not arguments.quiet
+            same = (_list_ranges if listing else _find_first)(pair, arguments, progress)
+            if not arguments.quiet:
+                _note_sizes(pair, same)
+    except Error as error:
+        if arguments.json:
+            report.write(report.error_json(error))
+        raise
+    return OK if same else DIFFERENT
+
+
+def _find_first(pair: Pair, arguments: Arguments, progress: Progress | None) -> bool:
+    """Print the verdict, with the first byte that differs. Whether none does."""
+    first, second = pair.sizes
+    if arguments.strict and first != second and None not in pair.sizes:
+        _print_result(pair, arguments, f"images differ in size: {first} and {second} bytes", identical=False)
+        return False
+    offset = pair.first_difference(strict=arguments.strict, progress=progress)
+    pair.check_unchanged()
+    if offset is None:
+        _print_result(pair, arguments, "images are identical", identical=True)
+        return True
+    _print_result(pair, arguments, f"images differ at offset {offset}", identical=False, offset=offset)
+    return False
+
+
+def _list_ranges(pair: Pair, arguments: Arguments, progress: Progress | None) -> bool:
+    """Print every range that differs, as it is found, and then the verdict. Whether there is none."""
+    count = size = 0
+    offset = None
+    lines = report.LineWriter()
+    try:
+        for start, length in pair.differences(strict=arguments.strict, progress=_Flusher(lines, progress)):
+            offset = start if offset is None else offset
+            count, size = count + 1, size + length
+            if arguments.json:
+                lines.add(report.range_json(start, length))
+            else:
+                lines.add(f"differs: offset {start}, {length} bytes")
+    except Error as error:  # not a signal's: nobody may be reading
+        if not isinstance(error, report.OutputError):
+            lines.flush()
+        raise
+    lines.flush()
+    pair.check_unchanged()
+    if not count:
+        _print_result(pair, arguments, "images are identical", identical=True)
+        return True
+    text = f"images differ in {count} range{'s' * (count > 1)}, {size} bytes"
+    _print_result(pair, arguments, text, identical=False, offset=offset, ranges=count, bytes=size)
+    return False
+
+
+class _Flusher:
+    """A Progress that writes what is known whenever a piece of the content is done, and tells another one."""
+
+    def __init__(self, lines: LineWriter, progress: Progress | None) -> None:
+        self._lines = lines
+        self._progress = progress
+
+    def begin(self, name: str, size: int | None) -> None:
+        """See Progress."""
+        if self._progress:
+            self._progress.begin(name, size)
+
+    def advance(self, done: int) -> None:
+        """See Progress."""
+        self._lines.flush()
+        if self._progress:
+            self._progress.advance(done)
+
+    def end(self) -> None:
+        """See Progress."""
+        if self._progress:
+            self._progress.end()
+
+
+def _print_result(pair: Pair, arguments: Arguments, text: str, **verdict: object) -> None:
+    stats = pair.stats() if arguments.stats else None
+    if not arguments.quiet:
+        report.write(report.comparison_json(pair, stats, **verdict) if arguments.json else text)
+    if stats and not arguments.json:
+        report.warn(report.stats_text(stats))
+
+
+def _note_sizes(pair: Pair, same: bool) -> None:
+    """Say that the sizes are not the same, and what that means."""
+    first, second = pair.sizes
+    if first is None or second is None or first == second:
+        return
+    names = [printable(name) for name in pair.names]
+    rest = "the rest is zeros" if same else f"--length {min(first, second)} compares what both have"
+    report.warn(f"{names[0]} has {first} bytes, {names[1]} has {second} bytes: {rest}")
