@@ -68,8 +68,8 @@ def align(extents: Iterable[Extent], block_size: int, start: int, end: int) -> I
             dirty = True
 
 
-def coalesce(extents: Iterable[Extent], most: int, most_zero: int) -> Iterator[Extent]:
-    """EXTENTS as pieces: neighbours of one kind merged, cut at MOST bytes of data and MOST_ZERO of zeros.
+def coalesce(extents: Iterable[Extent], maximum: int, maximum_zero: int) -> Iterator[Extent]:
+    """EXTENTS as pieces: neighbours of one kind merged, cut at MAXIMUM bytes of data and MAXIMUM_ZERO of zeros.
 
     A piece is yielded as soon as it is full, so nothing waits for the end of a long run.
     """
@@ -82,7 +82,7 @@ def coalesce(extents: Iterable[Extent], most: int, most_zero: int) -> Iterator[E
         if not length:
             start, zero = extent.start, extent.zero
         length += extent.length
-        limit = most_zero if zero else most
+        limit = maximum_zero if zero else maximum
         while length >= limit:
             yield Extent(start, limit, zero)
             start, length = start + limit, length - limit

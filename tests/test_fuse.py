@@ -46,7 +46,8 @@ def failing(served: Callable[..., Path]) -> Path:
     return served(
         "eval",
         f"get_size=echo {FILE_SIZE}",
-        f"pread=if [ $(($4 + $3)) -gt {FAILS_AT} ]; then echo EIO broken >&2; exit 1; fi; head -c $3 /dev/zero | tr '\\0' A",
+        f"pread=if [ $(($4 + $3)) -gt {FAILS_AT} ]; then echo EIO broken >&2; exit 1; fi;"
+        " head -c $3 /dev/zero | tr '\\0' A",
     )
 
 

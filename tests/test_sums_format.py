@@ -92,7 +92,11 @@ def test_tags_and_json_say_how(algorithm: str, block_size: int) -> None:
     for line in (report.checksum_line(one, tag=True), report.checksum_json(one)):
         parsed = parse(line.encode())
         assert parsed is not None
-        assert (parsed.how.algorithm.name, parsed.how.block_size, parsed.how.name) == (algorithm, block_size, "blkhash")
+        assert (parsed.construction.algorithm.name, parsed.construction.block_size, parsed.construction.name) == (
+            algorithm,
+            block_size,
+            "blkhash",
+        )
         assert parsed.tagged
 
 
@@ -106,7 +110,7 @@ def test_json_lines_of_one_kind_share_the_digest_of_zeros(algorithm: str, block_
     for number in range(1, 4):
         parsed = parse(line, number)
         assert parsed is not None
-        blkhash.BlkHash(parsed.how)
+        blkhash.BlkHash(parsed.construction)
     assert blkhash.zero_digest.cache_info().misses - before <= 1
 
 
@@ -115,7 +119,11 @@ def test_imageio_says_how() -> None:
     for line in (report.checksum_line(one, tag=True), report.checksum_json(one)):
         parsed = parse(line.encode())
         assert parsed is not None
-        assert (parsed.how.name, parsed.how.block_size, parsed.hexdigest) == ("imageio", 4 << 20, one.hexdigest)
+        assert (parsed.construction.name, parsed.construction.block_size, parsed.hexdigest) == (
+            "imageio",
+            4 << 20,
+            one.hexdigest,
+        )
 
 
 def test_json_says_size_and_format() -> None:

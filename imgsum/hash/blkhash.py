@@ -66,10 +66,10 @@ def zero_digest(algorithm: Algorithm, length: int) -> bytes:
 class BlkHash:
     """One image's checksum in the making. Digests and runs of zero blocks are given in content order."""
 
-    def __init__(self, how: Construction) -> None:
-        self._outer = how.algorithm.new()
-        self._size_at_end = how.size_at_end
-        self.zero_digest = zero_digest(how.algorithm, how.block_size)
+    def __init__(self, construction: Construction) -> None:
+        self._outer = construction.algorithm.new()
+        self._size_at_end = construction.size_at_end
+        self.zero_digest = zero_digest(construction.algorithm, construction.block_size)
         self._zero_run = b""
 
     def update(self, digests: bytes) -> None:

@@ -168,8 +168,8 @@ def verdict_line(verdict: Verdict) -> str:
     assert verdict.line is not None
     name = escape(verdict.line.name)
     mark = "" if name == verdict.line.name else "\\"
-    words = {"ok": "OK", "mismatch": "FAILED"}.get(verdict.status, "FAILED open or read")
-    return f"{mark}{printable(name)}: {words}"
+    outcome = {"ok": "OK", "mismatch": "FAILED"}.get(verdict.status, "FAILED open or read")
+    return f"{mark}{printable(name)}: {outcome}"
 
 
 def verdict_json(verdict: Verdict, stats: bool = False) -> str:
@@ -180,9 +180,9 @@ def verdict_json(verdict: Verdict, stats: bool = False) -> str:
         record["line"] = verdict.number
     if line is not None:
         record |= {**name_record(line.name), "expected": line.hexdigest}
-        record |= {"algorithm": line.how.algorithm.name, "block_size": line.how.block_size}
-        if line.how.name != "blkhash":
-            record["construction"] = line.how.name
+        record |= {"algorithm": line.construction.algorithm.name, "block_size": line.construction.block_size}
+        if line.construction.name != "blkhash":
+            record["construction"] = line.construction.name
         if line.range is not None:
             record["offset"], length = line.range
             if length is not None:

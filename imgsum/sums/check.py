@@ -117,19 +117,19 @@ def check(
     images; None detects it. options: how the images are opened and read. Nothing is raised about an image: its
     verdict says what is wrong.
     """
-    how = blkhash.construction(construction, algorithm, block_size)
+    chosen = blkhash.construction(construction, algorithm, block_size)
     options = options_with(options, format=format)
     require(FLAG, relative_to_sums=relative_to_sums)
     path = path_or_command(sums, "sums")
     if not isinstance(path, str):
         raise UsageError(f"sums: not a path: {shown(sums)}")
-    verdicts = check_sums(path, how, options, relative_to_sums=relative_to_sums)
+    verdicts = check_sums(path, chosen, options, relative_to_sums=relative_to_sums)
     return Report(tuple(verdicts))
 
 
 def check_sums(
     sums: str,
-    how: Construction,
+    construction: Construction,
     options: OpenOptions,
     *,
     zero: bool = False,
@@ -141,16 +141,16 @@ def check_sums(
 ) -> Generator[Verdict, None, None]:
     """A verdict for each line of the file SUMS (`-`: standard input), in order. All images share one pool.
 
-    HOW: what plain lines are. ZERO: lines end with NUL, and nothing is escaped. IGNORE_MALFORMED: don't give up where
-    line after line is malformed. HINTS: find out whether a sum that does not match is of the file.
+    CONSTRUCTION: that of plain lines. ZERO: lines end with NUL, and nothing is escaped. IGNORE_MALFORMED: don't give up
+    where line after line is malformed. HINTS: find out whether a sum that does not match is of the file.
     """
     directory = os.path.dirname(sums) if relative_to_sums and sums != "-" else ""
     waiting: deque[_Entry] = deque()
     told = False  # that a sum is of the file: once is enough
 
     def tasks() -> Iterator[Task]:
-        for line in _lines(sums, how, zero, ignore_malformed):
-            entry = _entry(line, sums, directory, how, options, ignore_missing)
+        for line in _lines(sums, construction, zero, ignore_malformed):
+            entry = _entry(line, sums, directory, construction, options, ignore_missing)
             waiting.append(entry)
             yield entry.task
 
@@ -166,7 +166,7 @@ def check_sums(
         results.close()
 
 
-def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> Iterator[Line | Error]:
+def _lines(sums: str, construction: Construction, zero: bool, ignore_malformed: bool) -> Iterator[Line | Error]:
     """The lines of SUMS that have content, and errors in the place of those that can't be taken.
 
     Errors about single lines only where another line is well formed: else one error about the file takes their place.
@@ -178,7 +178,7 @@ def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> 
             if detect.detect(begun[: detect.HEAD_SIZE], b"") != "raw":
                 yield OpenError(_is_an_image(sums), name=sums)
             else:
-                yield from _lines_of_text(sums, fd, begun, how, zero, ignore_malformed)
+                yield from _lines_of_text(sums, fd, begun, construction, zero, ignore_malformed)
         finally:
             if fd:
                 os.close(fd)
@@ -188,7 +188,7 @@ def _lines(sums: str, how: Construction, zero: bool, ignore_malformed: bool) -> 
 
 
 def _lines_of_text(
-    sums: str, fd: int, begun: bytes, how: Construction, zero: bool, ignore_malformed: bool
+    sums: str, fd: int, begun: bytes, construction: Construction, zero: bool, ignore_malformed: bool
 ) -> Iterator[Line | Error]:
     """As _lines(), of what FD has after BEGUN, its first bytes. Raises OSError."""
     found = False
@@ -198,7 +198,7 @@ def _lines_of_text(
     try:
         for number, text in read_lines(fd, zero, begun):
             try:
-                line: Line | Error | None = parse_line(number, text, how, zero)
+                line: Line | Error | None = parse_line(number, text, construction, zero)
             except MalformedError as error:
                 if error.advice and error.advice not in advice:  # said once
                     advice.add(error.advice)
@@ -240,10 +240,15 @@ def _is_an_image(sums: str) -> str:
 
 
 def _entry(
-    line: Line | Error, sums: str, directory: str, how: Construction, options: OpenOptions, ignore_missing: bool
+    line: Line | Error,
+    sums: str,
+    directory: str,
+    construction: Construction,
+    options: OpenOptions,
+    ignore_missing: bool,
 ) -> _Entry:
     if isinstance(line, Error):
-        return _Entry(None, False, Task(sums, how, options, error=line))
+        return _Entry(None, False, Task(sums, construction, options, error=line))
     path = line.name
     if not (path == "-" or is_nbd_uri(path)):
         path = os.path.join(directory, path)
@@ -251,7 +256,7 @@ def _entry(
     refusal = OpenError("is missing", name=path) if missing else _refusal(path, sums, options)
     if line.range is not None:
         options = options._replace(offset=line.range[0], length=line.range[1])
-    return _Entry(line, missing, Task(path, line.how, options, line.size, refusal))
+    return _Entry(line, missing, Task(path, line.construction, options, line.size, refusal))
 
 
 def _refusal(path: str, sums: str, options: OpenOptions) -> Error | None:
@@ -327,13 +332,13 @@ def _is_of_the_file(verdict: Verdict) -> bool:
     line, result = verdict.line, verdict.checksum
     if verdict.status != MISMATCH or line is None or result is None or line.tagged:
         return False
-    if tool_of(line.how.algorithm.name) is None or not _is_file(result.name):
+    if tool_of(line.construction.algorithm.name) is None or not _is_file(result.name):
         return False
     try:
         with open(result.name, "rb", buffering=0, opener=_open_file) as file:
             if os.fstat(file.fileno()).st_size > result.stats.bytes_read + _SMALL:
                 return False
-            digest = line.how.algorithm.new()
+            digest = line.construction.algorithm.new()
             while data := file.read(MIB):
                 digest.update(data)
     except OSError:
@@ -348,7 +353,7 @@ def _open_file(path: str, flags: int) -> int:
 def _explain_sum_of_file(verdict: Verdict) -> None:
     assert verdict.line is not None
     assert verdict.error is not None
-    tool = tool_of(verdict.line.how.algorithm.name)
+    tool = tool_of(verdict.line.construction.algorithm.name)
     verdict.error.reason = (
         f"the content differs from the sum, which is of the file itself, as {tool} makes it: `{tool} -c` verifies that"
     )
@@ -372,8 +377,8 @@ def _is_block_device(path: str) -> bool:
         return False
 
 
-def count_verdicts(sums: str, how: Construction, *, zero: bool, ignore_malformed: bool) -> int | None:
+def count_verdicts(sums: str, construction: Construction, *, zero: bool, ignore_malformed: bool) -> int | None:
     """How many verdicts check_sums() will give, for the progress; None when SUMS can't be read twice."""
     if sums == "-" or not _is_file(sums):
         return None
-    return sum(1 for _ in _lines(sums, how, zero, ignore_malformed))
+    return sum(1 for _ in _lines(sums, construction, zero, ignore_malformed))

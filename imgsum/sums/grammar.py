@@ -52,7 +52,7 @@ class Line(NamedTuple):
     """As os.fsdecode() gives it."""
     hexdigest: str
     """Lower case, and as long as the algorithm's digests are."""
-    how: Construction
+    construction: Construction
     tagged: bool
     """The line itself says what kind of sum it is."""
     size: int | None = None
@@ -120,15 +120,15 @@ def _parse(number: int, line: bytes | None, default: Construction, zero: bool) -
         line = line[1:]
     if match := _PLAIN.fullmatch(line):
         hexdigest, name = match.groups()
-        how, tagged = default, False
+        construction, tagged = default, False
     elif match := _TAGGED.fullmatch(line):
         tag, name, hexdigest = match.groups()
-        how, tagged = _tagged_construction(tag.decode()), True
+        construction, tagged = _tagged_construction(tag.decode()), True
     else:
         raise _malformed("not a line of checksums", _advice_on_digest(line))
     if escaped:
         name = _ESCAPED.sub(_unescape, name)
-    return Line(number, _decode(name), _checked(hexdigest.decode(), how), how, tagged)
+    return Line(number, _decode(name), _checked(hexdigest.decode(), construction), construction, tagged)
 
 
 def _malformed(reason: str, advice: str) -> MalformedError:
@@ -197,12 +197,13 @@ def _tagged_construction(tag: str) -> Construction:
     return blkhash.construction("blkhash", algorithm, block_size)
 
 
-def _checked(hexdigest: str, how: Construction) -> str:
-    """HEXDIGEST in lower case. Raises MalformedError when it is not as long as HOW's are, or not hex."""
-    digits = 2 * how.algorithm.digest_size
+def _checked(hexdigest: str, construction: Construction) -> str:
+    """HEXDIGEST in lower case. Raises MalformedError when it is not as long as CONSTRUCTION's are, or not hex."""
+    digits = 2 * construction.algorithm.digest_size
     if len(hexdigest) != digits:
         raise _malformed(
-            f"{len(hexdigest)} hex digits, where {how.algorithm.name} has {digits}", _advice_on_length(len(hexdigest))
+            f"{len(hexdigest)} hex digits, where {construction.algorithm.name} has {digits}",
+            _advice_on_length(len(hexdigest)),
         )
     if not re.fullmatch("[0-9A-Fa-f]*", hexdigest):
         raise MalformedError("checksum is not hex")
@@ -241,10 +242,10 @@ def _parse_json(number: int, line: bytes) -> Line:
     if size < 0:
         raise MalformedError("size is negative")
     name = _decode(_json_name(record))
-    how = _json_construction(record)
-    hexdigest = _checked(_field(record, "checksum", str), how)
+    construction = _json_construction(record)
+    hexdigest = _checked(_field(record, "checksum", str), construction)
     image_format = _field(record, "format", str)
-    return Line(number, name, hexdigest, how, True, size, image_format, _json_range(record, size))
+    return Line(number, name, hexdigest, construction, True, size, image_format, _json_range(record, size))
 
 
 def _json_range(record: dict[str, object], size: int) -> tuple[int, int | None] | None:
