@@ -160,15 +160,15 @@ def test_an_empty_6_gib_export_of_qemu_nbd_is_not_read(servers: Servers, image: 
     assert server.requests("Read") == [(0, 64 * KIB)]
 
 
-def test_8_tib_of_zeros_take_little_memory_and_no_read(servers: Servers, imgsum: Imgsum) -> None:
-    server = servers.nbdkit("memory", "8T", log=True)
+def test_a_tib_of_zeros_takes_little_memory_and_no_read(servers: Servers, imgsum: Imgsum) -> None:
+    server = servers.nbdkit("memory", "1T", log=True)
     result, peak = imgsum.peak_memory("checksum", "-a", "xxh64", "-b", "1m", server.uri)
     assert result.status == 0
     assert peak <= 64 * MIB
     assert server.requests("Read") == []
     asked = server.requests("Extents")
     assert max(length for _, length in asked) <= GIB
-    assert len(asked) < 10_000
+    assert len(asked) < 1100
 
 
 def test_many_small_extents_take_little_memory(servers: Servers, imgsum: Imgsum, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_many_small_extents_take_little_memory(servers: Servers, imgsum: Imgsum,
         out.write("0 3221225472 hole,zero\n")
         out.writelines(f"{(3 << 30) + i * 8192} 4096 hole,zero\n" for i in range(60_000))
     server = servers.nbdkit("--filter=extentlist", "memory", "4G", f"extentlist={listed}")
-    result, peak = imgsum.peak_memory("checksum", "-a", "xxh64", "-b", "4k", server.uri)
+    result, peak = imgsum.peak_memory("checksum", "-a", "xxh64", server.uri)
     assert result.status == 0
     assert peak <= 64 * MIB
 

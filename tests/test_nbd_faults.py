@@ -503,17 +503,22 @@ def drip(connection: socket.socket, message: bytes) -> None:
 
 
 INFORMATION = struct.pack(">HQH", 0, MIB, 0x101)
+CONTEXT = struct.pack(">I", 1) + b"base:allocation"
 HANDSHAKE_FLOODS: dict[str, tuple[int, int, Callable[[socket.socket, bytes], None], bytes]] = {
     # the option that is answered, and with what
     "information": (7, 3, flood, INFORMATION),
     "unknown information": (7, 3, flood, struct.pack(">H", 999) + bytes(2000)),
+    "large information": (7, 3, flood, struct.pack(">H", 999) + bytes(2 * MIB)),
     "names": (7, 3, flood, struct.pack(">H", 1) + b"x" * 4000),
     "descriptions": (7, 3, flood, struct.pack(">H", 2) + b"x" * 4000),
-    "contexts": (10, 4, flood, struct.pack(">I", 1) + b"base:allocation"),
+    "contexts": (10, 4, flood, CONTEXT),
     "long contexts": (10, 4, flood, struct.pack(">I", 1) + b"x" * 4000),
+    "names that are not UTF-8": (10, 4, flood, struct.pack(">I", 1) + b"\xff" * 40),
     "error text": (7, 0x80000006, drip, b"x" * 4000),
+    "error text that is not UTF-8": (7, 0x80000006, socket.socket.sendall, b"\xff" * 40),
     "drip": (7, 3, drip, b"x" * 4000),
     "unknown replies": (7, 77, flood, b"x"),
+    "silence after a shutdown": (8, 0x80000007, socket.socket.sendall, b""),
 }
 
 
@@ -523,7 +528,7 @@ def handshake(request: pytest.FixtureRequest) -> Callable[[socket.socket, int], 
 
     def answer(connection: socket.socket, option: int) -> bool:
         if option != flooded:
-            return False
+            return request.param.startswith("silence") and option > flooded
         send(connection, option_reply(option, kind, payload))
         return True
 
@@ -540,19 +545,75 @@ def test_a_flood_in_the_handshake(
     assert peak < 64 * MIB
 
 
-def test_a_signal_in_a_handshake_that_drips(short_path: Path, imgsum: Imgsum) -> None:
+def unasked(connection: socket.socket, option: int) -> bool:
+    """A reply to an option that nobody sent."""
+    if option == 0:
+        return False
+    connection.sendall(option_reply(99, 1))
+    return True
+
+
+def old_style(connection: socket.socket, option: int) -> bool:
+    """The handshake of before 2011, and more than that."""
+    flood(connection, b"NBDMAGIC" + struct.pack(">QQI124x", 0x00420281861253, MIB, 1))
+    return True
+
+
+@pytest.mark.parametrize("answer", [unasked, old_style])
+def test_other_handshakes(short_path: Path, imgsum: Imgsum, answer: Callable[[socket.socket, int], bool]) -> None:
+    with FakeNbd(short_path, CONTENT, on_option=answer) as server:
+        result, peak = imgsum.peak_memory("checksum", "--connect-timeout", "0.6", "--io-timeout", "0.6", server.uri)
+    assert (result.status, result.text) == (2, "")
+    assert result.errors.count("\n") == 1
+    assert peak < 64 * MIB
+
+
+def test_a_flood_on_all_connections_but_the_first(short_path: Path) -> None:
+    """They are not used."""
+
+    def answer(connection: socket.socket, option: int) -> bool:
+        if option == 7 and server.connections > 1:
+            flood(connection, option_reply(option, 3, INFORMATION))
+        return False
+
+    with FakeNbd(short_path, CONTENT, on_option=answer) as server:
+        assert export(server.uri, request_size=16 * KIB) == EXPECTED
+        assert server.connections > 1
+
+
+def test_a_flood_before_the_socket_is_known(short_path: Path) -> None:
+    """As if libnbd got as far as that in the call that only begins to connect."""
+
+    def answer(connection: socket.socket, option: int) -> bool:
+        if option == 7:
+            flood(connection, option_reply(option, 3, INFORMATION))
+        return False
+
+    with FakeNbd(short_path, CONTENT, on_option=answer) as server:
+        connection = Connection(lambda handle: handle.connect_uri(server.uri), ask_extents=True, io_timeout=HANG)
+        with pytest.raises(OpenError):
+            connection.connect(0.5)
+        connection.close()
+
+
+@pytest.mark.parametrize("phase", [0, 8, 10, 7])
+def test_a_signal_in_a_handshake(short_path: Path, imgsum: Imgsum, phase: int) -> None:
+    """At the greeting, or at an option: the answer comes byte by byte, and never ends."""
     begun = threading.Event()
 
-    def greet(connection: socket.socket, option: int) -> bool:
+    def answer(connection: socket.socket, option: int) -> bool:
+        if option != phase:
+            return False
         begun.set()
-        drip(connection, b"NBDMAGIC" + bytes(4000))
+        drip(connection, b"NBDMAGIC" + bytes(4000) if option == 0 else option_reply(option, 3, bytes(4000)))
         return True
 
-    with FakeNbd(short_path, CONTENT, on_option=greet) as server:
+    with FakeNbd(short_path, CONTENT, on_option=answer) as server:
         running = imgsum.start("checksum", server.uri)
         assert begun.wait(HANG)
         running.signal(signal.SIGINT)
-        assert running.finish().status == -signal.SIGINT
+        result = running.finish()
+    assert (result.status, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_a_server_that_can_not_read(short_path: Path) -> None:
@@ -586,8 +647,15 @@ def slow_data(client: Client, cookie: int, offset: int, length: int) -> None:
     drip(client.connection, bytes(4000))
 
 
-def huge_extents(client: Client, cookie: int, offset: int, length: int) -> None:
-    client.chunk(cookie, fakenbd.STATUS, struct.pack(">I", 1) + struct.pack(">II", 512, 0) * (24 * MIB // 8))
+def extents_of_512_bytes(size: int) -> Answer:
+    def answer(client: Client, cookie: int, offset: int, length: int) -> None:
+        client.chunk(cookie, fakenbd.STATUS, struct.pack(">I", 1) + struct.pack(">II", 512, 0) * (size // 8))
+
+    answer.__name__ = f"extents_{size >> 20}m"
+    return answer
+
+
+huge_extents, larger_extents = extents_of_512_bytes(63 * MIB), extents_of_512_bytes(9 * MIB)
 
 
 @pytest.mark.parametrize(("multi_conn", "tcp"), [(True, True), (False, False)])
@@ -603,7 +671,7 @@ def test_a_flood_of_replies_to_a_read(
 
 @pytest.mark.parametrize(
     ("answer", "tcp"),
-    [(endless_extents, True), (endless_extents, False), (huge_extents, True), (slow_data, True), (slow_data, False)],
+    [(endless_extents, False), (huge_extents, True), (huge_extents, False), (larger_extents, False), (slow_data, True)],
 )
 def test_a_flood_of_replies_about_extents(short_path: Path, imgsum: Imgsum, answer: Answer, tcp: bool) -> None:
     with FakeNbd(short_path, CONTENT, on_status=answer, tcp=tcp) as server:
@@ -612,15 +680,37 @@ def test_a_flood_of_replies_about_extents(short_path: Path, imgsum: Imgsum, answ
     assert peak < 64 * MIB
 
 
-def test_many_extents_are_no_flood(short_path: Path) -> None:
-    """All replies about extents together may be larger than one may be."""
+@pytest.mark.parametrize("tcp", [True, False])
+def test_a_reply_with_many_extents_is_no_flood(short_path: Path, imgsum: Imgsum, tcp: bool) -> None:
+    """6 MiB; nbdkit sends up to 8."""
 
     def answer(client: Client, cookie: int, offset: int, length: int) -> None:
         pairs = struct.pack(">II", 16, ZERO | HOLE) * (length // 16)
         client.chunk(cookie, fakenbd.STATUS, struct.pack(">I", 1) + pairs)
 
-    with FakeNbd(short_path, bytes(32 * MIB), on_status=answer, tcp=True) as server:
-        assert export(server.uri) == reference.blkhash(bytes(32 * MIB))
+    with FakeNbd(short_path, bytes(12 * MIB), on_status=answer, tcp=tcp) as server:
+        result, peak = imgsum.peak_memory("checksum", "-q", server.uri)
+    assert result.text.split() == [reference.blkhash(bytes(12 * MIB)), server.uri]
+    assert peak < 64 * MIB
+
+
+def test_a_context_whose_name_is_not_utf_8(short_path: Path, imgsum: Imgsum) -> None:
+    """libnbd's Python binding prints an exception for that."""
+
+    def contexts(connection: socket.socket, option: int) -> bool:
+        if option != 10:
+            return False
+        other = struct.pack(">I", 7) + b"\xff"
+        connection.sendall(option_reply(10, 4, CONTEXT) + option_reply(10, 4, other) + option_reply(10, 1))
+        return True
+
+    def answer(client: Client, cookie: int, offset: int, length: int) -> None:
+        client.status(cookie, (length, ZERO), context=7, flags=0)
+        client.status(cookie, (length, 0))
+
+    with FakeNbd(short_path, CONTENT, on_option=contexts, on_status=answer) as server:
+        result = imgsum("checksum", "-q", server.uri)
+    assert (result.status, result.text, result.errors) == (0, f"{EXPECTED}  {server.uri}\n", "")
 
 
 @pytest.mark.parametrize("answer", [endless_errors, slow_data])

@@ -9,11 +9,13 @@ pump, and the others sleep until their request is done. (Passing that duty on am
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import select
 import socket
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,17 +32,14 @@ _READ, _WRITE = 1, 2  # LIBNBD_AIO_DIRECTION_*
 _READ_ERROR = 3  # LIBNBD_READ_ERROR, a chunk's status
 
 _FLOOD = "the NBD server sends more than was asked for"
-_MAX_HANDSHAKE_SECONDS, _MAX_TLS_SECONDS = 0.03, 1.0
-"""CPU time of a handshake once it has begun, without TLS and with it. An honest one takes 1 ms without. libnbd would
-read a flood of replies for ever, and keeps the names of contexts: 400 MiB in a second."""
-_MAX_HANDSHAKE_BYTES = MIB
-_MAX_SURPLUS = 12 * MIB
-"""Bytes that replies may have beside the data that was asked for. nbdkit's largest extents reply has 8 MiB."""
+_MAX_STEPS = 2000
+"""Steps of libnbd's state machine in the handshake: 70 are usual, and a reply takes 3."""
+_MAX_STATUS = 8 * MIB
+"""Bytes of a reply about extents: what nbdkit sends at most. qemu-nbd sends 1 MiB."""
 _MAX_STATUS_CHUNKS = 64
 _MIN_CHUNK = 512
 """Bytes of a read per chunk, on average, below which the reply is a flood."""
-CHECK_EVERY = 0.005
-_TCP_BYTES_RECEIVED = 128  # the offset of tcpi_bytes_received, 64 bits, in struct tcp_info
+_CHECK_EVERY = 0.05
 
 
 class _Request:
@@ -89,16 +88,18 @@ class Connection:
         self._requests: dict[int, _Request] = {}
         self._shared = False
         self._polled = 0  # the directions that poll(2) waits for
+        self._fd = self._polled_fd = -1  # libnbd's socket, and the one that poll(2) waits for
+        self._inode = 0
         self._ready = False
-        self._socket: socket.socket | None = None
-        """A duplicate of libnbd's socket, which can be shut down while libnbd reads a flood from it."""
-        self._cut_reason: str | None = None
-        self._budget = threading.Lock()
-        """Guards _expected. Callbacks come with _lock held."""
-        self._max_cpu = math.inf
-        """Seconds of CPU time of the connecting thread."""
-        self._expected = _MAX_HANDSHAKE_BYTES
-        """Bytes that the server may have sent."""
+        self._flooded = self._interrupted = False
+        self._structured = self._encrypted = False
+        self._questions = 0
+        """Block status requests in flight."""
+        self._largest_read = 0
+        self._ends = 0
+        """Chunks and requests that have ended: callbacks count them."""
+        self._flow = 0
+        """Bytes that came since the last of those, while there are questions."""
         self._failure: str | None = None
         """Why nothing works any more, once that is so."""
         self._poll = select.poll()
@@ -111,81 +112,73 @@ class Connection:
         failure: list[BaseException] = []
         done = threading.Event()
 
-        clocks: list[int] = []
-
         def negotiate() -> None:
             try:
-                clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
                 self._negotiate(deadline, timeout)
             except BaseException as error:
                 failure.append(error)
             done.set()
 
-        # In a thread of its own: no signal interrupts the look-up of a host name, nor libnbd while it reads a flood.
+        # In a thread of its own: no signal interrupts the look-up of a host name.
         threading.Thread(target=negotiate, name="nbd-connect", daemon=True).start()
-        try:
-            while not done.wait(CHECK_EVERY):
-                self.check_flood()
-                # The grace lets the thread's own message, which says more, come first.
-                if time.monotonic() > deadline + 0.1:
-                    self._cut(_not_ready(timeout))
-                    if self._socket is None:
-                        raise OpenError(f"the NBD server's address was not found within {timeout:g} seconds")
-                    raise OpenError(_not_ready(timeout))
-                with contextlib.suppress(OSError):  # the thread has just ended
-                    if clocks and time.clock_gettime(clocks[0]) > self._max_cpu:
-                        self._cut(_FLOOD)
-        except BaseException:
-            self._cut(_not_ready(timeout))
-            raise
+        while not done.wait(_CHECK_EVERY):
+            # The grace lets the thread's own message, which says more, come first.
+            if time.monotonic() > deadline + 0.2:
+                if self._fd < 0:
+                    raise OpenError(f"the NBD server's address was not found within {timeout:g} seconds")
+                raise OpenError(_not_ready(timeout))
         if failure:
-            if self._cut_reason is not None:
-                raise OpenError(self._cut_reason) from None
             if isinstance(failure[0], self._nbd_error):
                 raise OpenError(libnbd.words(failure[0])) from libnbd.cause(failure[0])
             raise failure[0]
-        self._expected += _MAX_SURPLUS
 
     def _negotiate(self, deadline: float, timeout: float) -> None:
+        """Connect, and take what the server says in the handshake.
+
+            server: NBDMAGIC IHAVEOPT flags        us: STRUCTURED_REPLY
+            server: ACK                            us: SET_META_CONTEXT base:allocation
+            server: META_CONTEXT, ACK              us: GO
+            server: INFO export, [INFO ...], ACK
+
+        The server may send any number of META_CONTEXT and INFO. libnbd takes all that come, in one call, and keeps
+        the names of the contexts: 400 MiB in a second. So its steps are counted.
+        """
+        steps = 0
+
+        def count_step() -> None:
+            nonlocal steps
+            steps += 1
+            if steps > _MAX_STEPS:
+                self._interrupt()
+
+        # No frame keeps the handle: an error, which has frames, may live longer than the connection.
+        libnbd.on_debug(self.handle, count_step)
         self._start(self.handle)
-        self._max_cpu = time.thread_time() + (_MAX_TLS_SECONDS if self.handle.get_tls() else _MAX_HANDSHAKE_SECONDS)
         self._ready = self.handle.aio_is_ready()  # libnbd went on as long as it need not wait: perhaps to the end
-        if self._ready:
-            self._keep_socket(self.handle.aio_get_fd())
         while not self._ready:
             self._move(deadline, _not_ready(timeout))
+        libnbd.end_debug(self.handle)
+        self._structured = self.handle.get_structured_replies_negotiated()
+        self._encrypted = self.handle.get_tls_negotiated()
 
-    def check_flood(self) -> None:
-        """Shut the connection down if the server floods it, or answers late. Never waits; called every few ms."""
-        reason = None
-        with contextlib.suppress(OSError, AttributeError, ValueError):  # closed meanwhile, or not connected yet
-            if self._socket is not None and self._socket.family in (socket.AF_INET, socket.AF_INET6):
-                info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BYTES_RECEIVED + 8)
-                received = int.from_bytes(info[_TCP_BYTES_RECEIVED:], sys.byteorder)
-                if len(info) == _TCP_BYTES_RECEIVED + 8 and received > self._expected:
-                    reason = _FLOOD
-        if self._io_timeout is not None:
-            # libnbd may be reading, and _move() not looking at the time. A copy: others change it meanwhile.
-            deadlines = [r.deadline for r in list(self._requests.values()) if r.deadline is not None]
-            if deadlines and time.monotonic() > min(deadlines) + 0.1:
-                reason = f"the NBD server did not answer within {self._io_timeout:g} seconds"
-        if reason is not None:
-            self._cut(reason)
-
-    def _cut(self, reason: str) -> None:
-        """Shut the socket down, so that libnbd stops reading. Takes no lock: libnbd may be reading with it held."""
-        if self._cut_reason is None:
-            self._cut_reason = reason
-        with contextlib.suppress(OSError, AttributeError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-
-    def _keep_socket(self, fd: int) -> None:
-        """Have a duplicate of FD, libnbd's socket of the moment: while addresses are tried, it is another each time."""
-        old, self._socket = self._socket, socket.socket(fileno=os.dup(fd))
-        if old is not None:
-            old.close()
-        if self._cut_reason is not None:
-            self._cut(self._cut_reason)
+    def _interrupt(self) -> None:
+        """Have libnbd find its connection closed. Called by libnbd, with its lock held, while it reads a flood."""
+        self._flooded = True
+        if self._interrupted:
+            return
+        self._interrupted = True
+        try:
+            known = self._fd >= 0 and os.fstat(self._fd).st_ino == self._inode
+        except OSError:
+            known = False
+        if (
+            not known
+        ):  # it floods in the very step in which libnbd has connected, and which descriptor that is, is unknown
+            threading.Event().wait()
+        ours, closed = socket.socketpair()
+        closed.close()
+        os.dup2(ours.fileno(), self._fd, inheritable=False)
+        ours.close()
 
     def size(self) -> int:
         """Bytes of the export. Raises FormatError: the protocol has 64 bits for it, a file's offset has 63."""
@@ -219,17 +212,21 @@ class Connection:
                 self._fail(libnbd.words(error))
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with the export's bytes from OFFSET, in one request. Raises ReadError with the offset."""
+        """Fill BUFFER with the export's bytes from OFFSET, in one request. Raises ReadError with the offset.
+
+            simple:       REPLY data
+            structured:   DATA offset data | HOLE offset length | ERROR, in any number and order; the last is DONE
+
+        libnbd keeps each chunk inside the request, and counts their bytes, but overlapping chunks leave gaps.
+        """
         seen: list[tuple[int, int]] = []
         failed_at: list[int] = []
-        most_chunks = 64 + len(buffer) // _MIN_CHUNK
-        count = 0
+        max_chunks = 64 + len(buffer) // _MIN_CHUNK
 
         def chunk(data: memoryview, at: int, status: int, _error: object) -> int:
-            nonlocal count
-            count += 1
-            if count > most_chunks:
-                self._cut(_FLOOD)
+            self._ends += 1
+            if len(seen) + len(failed_at) >= max_chunks:
+                self._flooded = True
             elif status == _READ_ERROR:
                 failed_at.append(at)
             else:
@@ -237,15 +234,17 @@ class Connection:
             return 0
 
         target = self._from_buffer(buffer)
-        with self._budget:
-            self._expected += 2 * len(buffer) + KIB  # with the headers of its chunks
+        self._largest_read = max(self._largest_read, len(buffer))
         try:
-            self._perform(lambda: self.handle.aio_pread_structured(target, offset, chunk), target)
+            if self._structured:
+                self._perform(lambda: self.handle.aio_pread_structured(target, offset, chunk), target)
+            else:
+                self._perform(lambda: self.handle.aio_pread(target, offset), target)
+                return
         except self._nbd_error as error:
             raise ReadError(libnbd.words(error), offset=min(failed_at, default=offset)) from libnbd.cause(error)
         except OpenError as error:
             raise ReadError(error.reason, offset=offset) from error
-        # libnbd keeps each chunk inside the request, but does not look for one that is missing.
         end = offset
         for at, length in sorted(seen):
             if at != end:
@@ -254,30 +253,31 @@ class Connection:
         if end != offset + len(buffer):
             raise ReadError("the NBD server's reply does not cover what was asked for", offset=end)
 
-    def block_status(self, offset: int, length: int, asked: str = ALLOCATION) -> list[int] | None:
-        """The server's extents from OFFSET on, as length, flags, length, flags ...; it was ASKED about LENGTH bytes.
+    def block_status(self, offset: int, length: int, asked: str = ALLOCATION) -> bytes | None:
+        """The server's extents from OFFSET on, as pairs of 32-bit numbers; it was ASKED about LENGTH bytes.
 
         None when it does not say: it answers with an error, or not about that context. Raises ReadError when the
         connection is broken.
+
+            BLOCK_STATUS context (length flags)... | ERROR, in any number; the last is DONE
+
+        The first one about the context counts.
         """
-        with self._budget:
-            self._expected += 8 * KIB  # an error has at most 4 KiB of text
-        answers: list[list[int]] = []
+        answers: list[bytes] = []
         count = 0
 
-        def extents(context: str, at: int, entries: list[int], _error: object) -> int:
+        def extents(context: bytes, at: int, pairs: bytes | None) -> None:
             nonlocal count
             count += 1
-            with self._budget:  # 4 bytes a number, and as much again for headers and TLS
-                self._expected += 8 * len(entries)
-            if count > _MAX_STATUS_CHUNKS:
-                self._cut(_FLOOD)
-            elif context == asked and at == offset and not answers:
-                answers.append(entries)
-            return 0
+            self._ends += 1
+            if count > _MAX_STATUS_CHUNKS or pairs is None:
+                self._flooded = True
+            elif context == asked.encode() and at == offset and not answers:
+                answers.append(pairs)
 
+        callback = libnbd.extents_callback(extents, _MAX_STATUS)
         try:
-            self._perform(lambda: self.handle.aio_block_status(length, offset, extents), None)
+            self._perform(lambda: libnbd.aio_block_status(self.handle, length, offset, callback), callback, asks=True)
         except self._nbd_error:
             return None
         except OpenError as error:
@@ -286,27 +286,19 @@ class Connection:
 
     def close(self) -> None:
         """Disconnect. Requests in flight fail at once, in their threads. Closing twice is harmless."""
-        if not self._lock.acquire(timeout=0.2):  # libnbd reads with the lock held, and a flood has no end
-            self._cut("the NBD connection was closed")
-            self._lock.acquire()
-        try:
+        with self._lock:
             if self._ready and self._failure is None and not self._requests:
                 with contextlib.suppress(self._nbd_error):
                     self.handle.aio_disconnect(0)
             self._fail("the NBD connection was closed")
             self.handle = None
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
             if self._polling:
                 os.eventfd_write(self._wake, 1)
             elif self._wake >= 0:
                 os.close(self._wake)
                 self._wake = -1
-        finally:
-            self._lock.release()
 
-    def _perform(self, issue: Callable[[], int], hold: object) -> None:
+    def _perform(self, issue: Callable[[], int], hold: object, *, asks: bool = False) -> None:
         """ISSUE a command and wait until it is done. Raises nbd.Error if it failed, OpenError without a connection."""
         timeout = self._io_timeout
         request = _Request(None if timeout is None else time.monotonic() + timeout, hold)
@@ -319,6 +311,7 @@ class Connection:
                 self._check_alive(libnbd.words(error))
                 raise
             self._requests[cookie] = request
+            self._questions += asks
             self._finish()  # with TLS, what is read already may have been an answer
             # The pump may be waiting for something else, and not until this request's deadline.
             if self._shared and (timeout is not None or self.handle.aio_get_direction() & ~self._polled):
@@ -328,6 +321,9 @@ class Connection:
         else:
             while request.ready.locked():
                 self._move(None, "")
+        if asks:
+            with self._lock:
+                self._questions -= 1
         if request.error is not None:
             raise request.error
 
@@ -336,58 +332,75 @@ class Connection:
         with self._lock:
             if self._failure is not None:
                 raise OpenError(self._failure)
-            fd, direction = self.handle.aio_get_fd(), self.handle.aio_get_direction()
-            if not self._ready:
-                self._keep_socket(fd)
-            self._polled = direction
+            direction = self.handle.aio_get_direction()
+            if not self._ready or self._fd < 0:
+                # While a host's addresses are tried, the socket is another one every time.
+                self._fd = self.handle.aio_get_fd()
+                self._inode = os.fstat(self._fd).st_ino
+            if self._fd != self._polled_fd or direction != self._polled:
+                if self._polled_fd >= 0:
+                    self._poll.unregister(self._polled_fd)
+                self._polled_fd, self._polled = self._fd, direction
+                events = (select.POLLIN if direction & _READ else 0) | (select.POLLOUT if direction & _WRITE else 0)
+                self._poll.register(self._fd, events)
             if deadline is None and self._io_timeout is not None:
                 deadline = min((r.deadline for r in self._requests.values() if r.deadline is not None), default=None)
                 late = f"the NBD server did not answer within {self._io_timeout:g} seconds"
-            # Registered each time: while a host's addresses are tried, the socket is another one every time.
-            events = (select.POLLIN if direction & _READ else 0) | (select.POLLOUT if direction & _WRITE else 0)
-            self._poll.register(fd, events)
             self._polling = True
         wait = None if deadline is None else max(0, math.ceil((deadline - time.monotonic()) * 1000))
+        ready: list[tuple[int, int]] = []
         try:
-            ready = dict(self._poll.poll(wait))
+            ready = self._poll.poll(wait)
         finally:
-            self._poll.unregister(fd)
             with self._lock:
                 self._polling = False
                 if self.handle is None:  # closed meanwhile
                     os.close(self._wake)
                     self._wake = -1
         with self._lock:
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
             if self._failure is not None:
                 raise OpenError(self._failure)
-            if fd in ready:
-                self._step(direction, ready[fd])
-            elif deadline is not None and time.monotonic() >= deadline:
+            for fd, events in ready:
+                if fd == self._fd:
+                    self._step(direction, events)
+                else:
+                    os.eventfd_read(fd)
+            # Also when something came: a server may send a byte now and then, or what libnbd skips.
+            if deadline is not None and time.monotonic() >= deadline and (self._requests or not self._ready):
                 self._fail(late)
                 raise OpenError(late)
 
     def _step(self, direction: int, events: int) -> None:
-        """Let libnbd do what EVENTS of poll(2) make possible."""
+        """Let libnbd do what EVENTS of poll(2) make possible.
+
+        Once the handshake is over it takes no more than the rest of one chunk, or with TLS of one record.
+        """
+        ends = self._ends
+        queued = _queued(self._fd) if self._questions else 0
         try:
             if direction & _READ and events & ~select.POLLOUT:
                 self.handle.aio_notify_read()
             elif direction & _WRITE:
                 self.handle.aio_notify_write()
         except self._nbd_error as error:
-            reason = self._cut_reason or libnbd.words(error)
+            reason = _FLOOD if self._flooded else libnbd.words(error)
             self._fail(reason)
             raise OpenError(reason) from libnbd.cause(error)
         self._check_alive("the NBD server closed the connection")
         if not self._ready:
             self._ready = self.handle.aio_is_ready()
         self._finish()
+        # In the midst of a chunk libnbd has taken at least what was queued. (With TLS it has taken one record.)
+        self._flow = self._flow + queued if self._questions and ends == self._ends and not self._encrypted else 0
+        if self._flooded or self._flow > max(_MAX_STATUS, self._largest_read) + KIB:
+            self._fail(_FLOOD)
+            raise OpenError(_FLOOD)
 
     def _finish(self) -> None:
         """Wake those whose requests are done. Called with the lock held."""
         while self._requests and (cookie := self.handle.aio_peek_command_completed()):
             request = self._requests.pop(cookie)
+            self._ends += 1
             try:
                 self.handle.aio_command_completed(cookie)
             except self._nbd_error as error:
@@ -397,7 +410,7 @@ class Connection:
     def _check_alive(self, reason: str) -> None:
         """Fail for REASON if libnbd has given the connection up."""
         if self.handle.aio_is_dead() or self.handle.aio_is_closed():
-            reason = self._cut_reason or reason
+            reason = _FLOOD if self._flooded else reason
             self._fail(reason)
             os.eventfd_write(self._wake, 1)
             raise OpenError(reason)
@@ -406,7 +419,7 @@ class Connection:
         """From now on everything fails for REASON, and so do the requests in flight. Called with the lock held."""
         if self._failure is not None:
             return
-        self._failure = reason = self._cut_reason or reason
+        self._failure = reason = _FLOOD if self._flooded else reason
         for request in self._requests.values():
             request.error = OpenError(reason)
             request.ready.release()
@@ -415,3 +428,11 @@ class Connection:
 
 def _not_ready(timeout: float) -> str:
     return f"the NBD server was not ready within {timeout:g} seconds"
+
+
+def _queued(fd: int) -> int:
+    """Bytes that wait in the socket FD to be read; 0 where the kernel doesn't say (vsock)."""
+    number = bytearray(4)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(fd, termios.FIONREAD, number)
+    return int.from_bytes(number, sys.byteorder)

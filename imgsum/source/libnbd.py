@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import re
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from imgsum.errors import MissingError, OpenError
 
@@ -62,3 +65,86 @@ def words(error: Exception) -> str:
 def cause(error: Exception) -> Exception:
     """ERROR without its traceback, whose frames would keep the handle, and so the connection, as long as the error."""
     return error.with_traceback(None)
+
+
+# What the binding does in a way that a hostile server can abuse is called by ctypes. It makes an int of each of the 16
+# million numbers of a large reply, and prints an exception where a name of the server's isn't UTF-8.
+
+
+class _Callback(ctypes.Structure):
+    """libnbd's nbd_*_callback: the function, its first argument, and what is to be called when it isn't needed."""
+
+    _fields_: ClassVar = [("function", ctypes.c_void_p), ("data", ctypes.c_void_p), ("free", ctypes.c_void_p)]
+
+
+_DEBUG = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
+_EXTENTS = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+)
+
+
+@functools.cache
+def _library() -> Any:
+    library = ctypes.CDLL("libnbd.so.0")
+    library.nbd_set_debug_callback.argtypes = [ctypes.c_void_p, _Callback]
+    block_status = library.nbd_aio_block_status
+    block_status.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, _Callback, _Callback, ctypes.c_uint32]
+    block_status.restype = ctypes.c_int64
+    library.nbd_get_error.restype = ctypes.c_char_p
+    return library
+
+
+def _pointer(handle: Any) -> int:
+    """The struct nbd_handle * of HANDLE."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    return int(get(handle._o, b"nbd_handle"))  # noqa: SLF001
+
+
+def on_debug(handle: Any, call: Callable[[], None]) -> None:
+    """CALL for each debug message of HANDLE, of which there is one for each step."""
+
+    def function(_data: int, _context: int, _message: int) -> int:
+        call()
+        return 0
+
+    handle.debug_callback = _DEBUG(function)  # must live as long as the handle, or until end_debug()
+    callback = _Callback(ctypes.cast(handle.debug_callback, ctypes.c_void_p))
+    _library().nbd_set_debug_callback(_pointer(handle), callback)
+    handle.set_debug(True)
+
+
+def end_debug(handle: Any) -> None:
+    """Undo on_debug()."""
+    handle.set_debug(False)
+    handle.clear_debug_callback()
+    del handle.debug_callback
+
+
+def extents_callback(call: Callable[[bytes, int, bytes | None], None], max_size: int) -> Any:
+    """For aio_block_status(): CALL(context, offset, pairs) for each chunk; must be kept until the request is done.
+
+    PAIRS is None when they have more than MAX_SIZE bytes.
+    """
+
+    def function(_data: int, context: bytes, offset: int, entries: int, count: int, _error: int) -> int:
+        call(context, offset, ctypes.string_at(entries, 4 * count) if 4 * count <= max_size else None)
+        return 0
+
+    return _EXTENTS(function)
+
+
+def aio_block_status(handle: Any, length: int, offset: int, callback: Any) -> int:
+    """Ask about LENGTH bytes from OFFSET; the request's cookie. Raises nbd.Error."""
+    library = _library()
+    extents = _Callback(ctypes.cast(callback, ctypes.c_void_p))
+    cookie = int(library.nbd_aio_block_status(_pointer(handle), length, offset, extents, _Callback(), 0))
+    if cookie < 0:
+        raise load().Error((library.nbd_get_error() or b"").decode(errors="replace"))
+    return cookie

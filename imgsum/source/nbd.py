@@ -6,13 +6,14 @@ The protocol: doc/proto.md of https://github.com/NetworkBlockDevice/nbd. libnbd 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event, Lock, Thread
+from struct import iter_unpack
+from threading import Lock
 from typing import Any, NamedTuple
 
 from imgsum.errors import ChangedError, FormatError, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
-from imgsum.source.connection import ALLOCATION, CHECK_EVERY, DIRTY_BITMAP, Connection
+from imgsum.source.connection import ALLOCATION, DIRTY_BITMAP, Connection
 from imgsum.units import GIB, KIB, MIB
 
 MOST_CONNECTIONS = 8
@@ -30,8 +31,8 @@ its buffer anew: 1.5 s of its time for 3 GiB, against 0.8 s in halves, and 1.0 s
 _ZERO = 2  # LIBNBD_STATE_ZERO. Of HOLE alone the protocol says nothing about the content.
 
 _FIRST_STATUS, _MOST_STATUS = 16 * MIB, GIB
-"""What the first question for extents covers, and any. 8 TiB is 8200 questions; and a GiB of alternating 4 KiB extents
-is an answer that takes 17 MiB until it is used."""
+"""Bytes covered by the first question for extents, and by the largest. 8 TiB is 8200 questions; the answer about a GiB
+of alternating 4 KiB extents has 2 MiB."""
 _FEW_QUESTIONS, _WORTH_ASKING = 1000, 64 * KIB
 """After some questions, an answer must on average be about so many bytes: reading as many is no slower than asking."""
 _MANY_EXTENTS = 16 * KIB
@@ -90,7 +91,6 @@ class NbdSource:
         """Guards what follows."""
         self._connections: list[Connection] = []
         self._closed = False
-        self._closing = Event()
         self._readers = 0
         try:
             contexts = [ALLOCATION] if options.extents else []
@@ -115,7 +115,6 @@ class NbdSource:
         most = min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS) if multi_conn else 1
         self._slots = [_Slot() for _ in range(most)]
         self._slots[0].connection = self._first
-        Thread(target=self._check_floods, name="nbd-check", daemon=True).start()
         self._first.share()  # between questions for extents and at least one worker
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
@@ -158,10 +157,7 @@ class NbdSource:
         minimum = self._limits.minimum
         at = start - start % minimum
         length = min(-(-(end - at) // minimum) * minimum, self.size - at)
-        entries = self._first.block_status(at, length, context)
-        # In pairs; iter() twice over one iterator, so that no second list is made.
-        numbers = iter(entries or ())
-        for count, flags in zip(numbers, numbers, strict=False):
+        for count, flags in iter_unpack("=II", self._first.block_status(at, length, context) or b""):
             # The last extent may be longer than what was asked about, which is in the protocol's liberties, and so
             # may an extent of no length be. What is outside START..END is not taken from here.
             extent_end = min(at + count, end)
@@ -211,12 +207,6 @@ class NbdSource:
             raise
         return connection
 
-    def _check_floods(self) -> None:
-        """Look after the connections until they are closed. libnbd reads whatever comes, and stops for no time-out."""
-        while not self._closing.wait(CHECK_EVERY):
-            for connection in self._connections[:]:
-                connection.check_flood()
-
     def check_unchanged(self) -> None:
         """See Source. NBD has no way to tell."""
 
@@ -228,7 +218,6 @@ class NbdSource:
         """See Source. Reads in flight fail at once."""
         with self._lock:
             self._closed = True
-            self._closing.set()
             connections, self._connections = self._connections, []
         for connection in connections:
             connection.close()
