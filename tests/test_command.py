@@ -567,3 +567,17 @@ def test_brackets_after_two_dashes_are_names(here: Path, imgsum: Imgsum) -> None
     for name in ("[", "]"):
         (here / name).write_bytes(b"A" * 512)
     assert imgsum("checksum", "--", "[", "]").text == f"{SUM_A}  [\n{SUM_A}  ]\n"
+
+
+@pytest.mark.parametrize("environment", [{}, {"IMGSUM_DEBUG": "1"}])
+def test_debug_says_what_is_done(imgsum: Imgsum, here: Path, environment: dict[str, str]) -> None:
+    reference.write("64k:A 1m:- 64k:B", here / "image\n")
+    options = [] if environment else ["--debug"]
+    result = imgsum("checksum", *options, "image\n", env={**os.environ, **environment})
+    lines = result.errors.splitlines()
+    assert all(line.startswith("imgsum: debug: ") for line in lines)
+    assert "imgsum: debug: image\\n: opened as raw, 1179648 bytes" in lines
+    assert "imgsum: debug: image\\n: 65536 bytes at 0: data" in lines
+    assert "imgsum: debug: image\\n: 1048576 bytes at 65536: zero" in lines
+    assert "imgsum: debug: image\\n: read 65536 bytes at 1114112" in lines
+    assert imgsum("checksum", "image\n").stdout == result.stdout

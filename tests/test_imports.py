@@ -73,13 +73,20 @@ def test_leaves() -> None:
     for module in ("imgsum.errors", "imgsum.extent"):
         assert list(imports(MODULES[module])) == []
     assert set(imports(MODULES["imgsum.units"])) <= {"imgsum.errors"}
-    assert list(imports(MODULES["imgsum.engine.pool"])) == ["imgsum.units"]
+    assert list(imports(MODULES["imgsum.engine.pool"])) == ["imgsum.trace", "imgsum.units"]
 
 
 def test_sources_know_no_digest_and_no_pipeline() -> None:
     for module, path in MODULES.items():
         if module.startswith("imgsum.source"):
-            allowed = ("imgsum.source", "imgsum.errors", "imgsum.extent", "imgsum.units", "imgsum.parameters")
+            allowed = (
+                "imgsum.source",
+                "imgsum.errors",
+                "imgsum.extent",
+                "imgsum.trace",
+                "imgsum.units",
+                "imgsum.parameters",
+            )
             assert all(imported.startswith(allowed) for imported in imports(path)), module
 
 

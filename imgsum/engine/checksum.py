@@ -26,6 +26,7 @@ from imgsum.hash import blkhash
 from imgsum.hash.blkhash import BlkHash, Construction
 from imgsum.hash.blocks import block_digests, digest_of_block
 from imgsum.source import Command, Image, OpenOptions, options_with, path_or_command
+from imgsum.trace import debug
 
 if TYPE_CHECKING:
     from imgsum.index.format import Index, Writer
@@ -195,6 +196,7 @@ def _items_to_read(run: _Run, content: Content, start: int, end: int) -> Iterato
     for extent in coalesce(aligned, content.part_size, MAX_ZERO_PART):
         if run.error is not None:
             return
+        debug("%s: %s bytes at %s: %s", run.name, extent.length, extent.start, "zero" if extent.zero else "data")
         if extent.zero:
             yield _Item(run, extent.length)
             continue

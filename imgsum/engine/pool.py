@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from imgsum.trace import debug
 from imgsum.units import MIB
 
 WORKERS = 8
@@ -113,6 +114,7 @@ class Pool:
             pass
         finally:
             threading.stack_size(usual)
+        debug("%s of %s workers started", len(self._threads), workers)
         self._caller = None if self._threads else Worker(0)
 
     def map(self, work: Callable[[Worker, T], R], items: Iterable[T]) -> Iterator[Done[T, R]]:

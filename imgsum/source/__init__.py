@@ -25,6 +25,7 @@ from imgsum.parameters import (
     require,
     shown,
 )
+from imgsum.trace import debug
 from imgsum.units import MIB, TIB
 
 if TYPE_CHECKING:
@@ -263,7 +264,9 @@ def open_source(image: str | Command, options: OpenOptions) -> Source | Stream:
             source.close()
             raise
     except Error as error:
-        raise error.about(str(image)) from error.__cause__
+        error.about(str(image))
+        raise
+    debug("%s: opened as %s, %s bytes", image, source.format, getattr(source, "size", "an unknown number of"))
     return source
 
 
@@ -358,9 +361,10 @@ def _open_file(path: str, options: OpenOptions) -> Source:
         if name in _NATIVE and options.reader != "qemu":
             try:
                 return _NATIVE[name](file, options)
-            except NotNativeError:
+            except NotNativeError as error:
                 if options.untrusted or options.reader == "native":
                     raise
+                debug("%s: %s, so QEMU reads it", path, error)
         from imgsum.source.qemu import open_with_qemu
 
         return open_with_qemu(file, name, options)

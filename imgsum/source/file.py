@@ -18,6 +18,7 @@ from imgsum.errors import ChangedError, Error, OpenError, ReadError, os_error_re
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
 from imgsum.source.locks import refuse_if_in_use
+from imgsum.trace import debug
 from imgsum.units import KIB
 
 DIRECT_ALIGN = 4096
@@ -71,6 +72,7 @@ class HostFile:
                 count = self._read_some(offset + done, buffer[done : done + self._request_size])
             except OSError as error:
                 raise ReadError(os_error_reason(error), name=self.name, offset=offset + done) from error
+            debug("%s: read %s bytes at %s", self.name, count, offset + done)
             if count == 0:
                 raise ChangedError("the file became shorter while it was read", name=self.name, offset=offset + done)
             done += count
