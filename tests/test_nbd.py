@@ -19,7 +19,7 @@ from reference import GIB, KIB, MIB
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import Error, MissingError, OpenError, UsageError
-from imgsum.source import tls
+from imgsum.source.nbd import tls
 
 SPEC = "3m:R 5m:- 70k:R 1m:0 100k:A 2m:-"
 EMPTY = "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc"

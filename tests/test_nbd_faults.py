@@ -23,7 +23,7 @@ from reference import KIB, MIB
 
 from imgsum import OpenOptions, checksum
 from imgsum.errors import Error, FormatError, OpenError, ReadError
-from imgsum.source.connection import ALLOCATION, Connection
+from imgsum.source.nbd.connection import ALLOCATION, Connection
 
 if TYPE_CHECKING:
     from nbdservers import Servers

@@ -284,11 +284,11 @@ def _open(image: str | Command, options: OpenOptions) -> Source | Stream:
             raise RefusedError("is a command, and --untrusted runs none")
         return open_command(image, options)
     if is_nbd_uri(image):
-        from imgsum.source.nbd import open_nbd
+        from imgsum.source.nbd.source import open_nbd
 
         return open_nbd(image, options)
     if image.startswith(("nbd:", "nbds:", "nbd+", "nbds+")) and not os.path.lexists(image):
-        from imgsum.source.nbd import not_a_uri
+        from imgsum.source.nbd.source import not_a_uri
 
         raise OpenError(not_a_uri(image))
     advice = _remote_advice(image)

@@ -15,7 +15,7 @@ from imgsum.extent import Extent
 from imgsum.source import Command, OpenOptions, Reader
 from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_fact
-from imgsum.source.nbd import MOST_CONNECTIONS, NbdSource
+from imgsum.source.nbd.source import MAX_CONNECTIONS, NbdSource
 from imgsum.source.prescreen import Links, inspect, inspect_extent
 from imgsum.source.server import Server
 
@@ -59,7 +59,7 @@ def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> Se
             "qemu-nbd",
             "--read-only",
             f"--cache={'none' if direct else 'writeback'}",
-            f"--shared={min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS)}",
+            f"--shared={min(MAX_CONNECTIONS, options.connections or MAX_CONNECTIONS)}",
             *image.objects,
             "json:" + json.dumps(node),
         ]

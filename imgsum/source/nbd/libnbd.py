@@ -1,4 +1,4 @@
-"""libnbd's Python binding: found, checked, and its errors in words. Imported only when an NBD source is opened."""
+"""libnbd's Python binding: found, checked, and its messages. Imported only when an NBD source is opened."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load() -> Any:
     return nbd
 
 
-def words(error: Exception) -> str:
+def message(error: Exception) -> str:
     """What libnbd, or the server through it, says in ERROR: lower case, without the name of the C function."""
     text = _FUNCTION.sub("", str(error.args[0]) if error.args else str(error))
     if text.startswith("read: command failed: Operation not supported"):

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 from imgsum.errors import ChangedError, FormatError, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
-from imgsum.source.connection import ALLOCATION, DIRTY_BITMAP, Connection
+from imgsum.source.nbd.connection import ALLOCATION, DIRTY_BITMAP, Connection
 from imgsum.units import GIB, KIB, MIB
 
-MOST_CONNECTIONS = 8
+MAX_CONNECTIONS = 8
 """One for each worker."""
 
 _EXTRA_TIMEOUT = 2.0
 """Seconds for connections beyond the first: a server with all its places taken leaves us waiting, not refused."""
 
-_MOST_REQUEST = 32 * MIB
+_MAX_REQUEST = 32 * MIB
 """The most that a request may ask for when the server does not say."""
 _GOOD_REQUEST = 512 * KIB
 """The most that one asks for, unless reads are larger than a request has by default. For each of 1 MiB qemu-nbd maps
@@ -30,7 +30,7 @@ its buffer anew: 1.5 s of its time for 3 GiB, against 0.8 s in halves, and 1.0 s
 
 _ZERO = 2  # LIBNBD_STATE_ZERO. Of HOLE alone the protocol says nothing about the content.
 
-_FIRST_STATUS, _MOST_STATUS = 16 * MIB, GIB
+_FIRST_STATUS, _MAX_STATUS = 16 * MIB, GIB
 """Bytes covered by the first question for extents, and by the largest. 8 TiB is 8200 questions; the answer about a GiB
 of alternating 4 KiB extents has 2 MiB."""
 _FEW_QUESTIONS, _WORTH_ASKING = 1000, 64 * KIB
@@ -56,7 +56,7 @@ def open_nbd(uri: str, options: OpenOptions) -> NbdSource:
 
     def start(handle: Any) -> None:
         if tls:
-            from imgsum.source.tls import require
+            from imgsum.source.nbd.tls import require
 
             require(handle, uri)
         handle.set_uri_allow_local_file(True)  # tls-psk-file, which the user names
@@ -112,7 +112,7 @@ class NbdSource:
         except BaseException:
             self.close()
             raise
-        most = min(MOST_CONNECTIONS, options.connections or MOST_CONNECTIONS) if multi_conn else 1
+        most = min(MAX_CONNECTIONS, options.connections or MAX_CONNECTIONS) if multi_conn else 1
         self._slots = [_Slot() for _ in range(most)]
         self._slots[0].connection = self._first
         self._first.share()  # between questions for extents and at least one worker
@@ -148,7 +148,7 @@ class NbdSource:
             if count > _MANY_EXTENTS:
                 stretch = max(MIB, stretch // 2)
             elif count < _MANY_EXTENTS // 4:
-                stretch = min(_MOST_STATUS, stretch * 2)
+                stretch = min(_MAX_STATUS, stretch * 2)
 
     def _block_status(self, start: int, end: int, context: str) -> Iterator[Extent]:
         """What the server says of START..END, or of a beginning of it; nothing when it does not say."""
@@ -176,7 +176,7 @@ class NbdSource:
         with slot.lock:
             if slot.connection is None:
                 slot.connection = self._connect_again()
-                if len(self._slots) < MOST_CONNECTIONS and slot.connection is not self._first:
+                if len(self._slots) < MAX_CONNECTIONS and slot.connection is not self._first:
                     slot.connection.share()
         return NbdReader(slot.connection, self._limits, self.size)
 
@@ -274,7 +274,7 @@ def _limits(handle: Any, request_size: int) -> Limits:
     """The server's block sizes, with the protocol's defaults for what it doesn't say, and ours. Raises FormatError."""
     minimum, preferred, maximum = (handle.get_block_size(which) for which in (0, 1, 2))  # LIBNBD_SIZE_*
     minimum = minimum or 1
-    maximum = min(maximum or _MOST_REQUEST, _MOST_REQUEST)
+    maximum = min(maximum or _MAX_REQUEST, _MAX_REQUEST)
     if minimum & (minimum - 1) or minimum > 64 * KIB or maximum < minimum:
         raise FormatError(f"the NBD server's block sizes make no sense: minimum {minimum}, maximum {maximum}")
     # A server that prefers larger requests gets them, as far as the reads go.

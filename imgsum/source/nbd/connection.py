@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from imgsum.errors import FormatError, OpenError, ReadError, os_error_reason
-from imgsum.source import libnbd
+from imgsum.source.nbd import libnbd
 from imgsum.units import KIB, MIB
 
 ALLOCATION = "base:allocation"
@@ -129,7 +129,7 @@ class Connection:
                 raise OpenError(_not_ready(timeout))
         if failure:
             if isinstance(failure[0], self._nbd_error):
-                raise OpenError(libnbd.words(failure[0])) from libnbd.cause(failure[0])
+                raise OpenError(libnbd.message(failure[0])) from libnbd.cause(failure[0])
             raise failure[0]
 
     def _negotiate(self, deadline: float, timeout: float) -> None:
@@ -209,7 +209,7 @@ class Connection:
                 self._move(None, "")
         except Exception as error:  # whatever it is, nobody may be left waiting; mostly the connection ended
             with self._lock:
-                self._fail(libnbd.words(error))
+                self._fail(libnbd.message(error))
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill BUFFER with the export's bytes from OFFSET, in one request. Raises ReadError with the offset.
@@ -242,7 +242,7 @@ class Connection:
                 self._perform(lambda: self.handle.aio_pread(target, offset), target)
                 return
         except self._nbd_error as error:
-            raise ReadError(libnbd.words(error), offset=min(failed_at, default=offset)) from libnbd.cause(error)
+            raise ReadError(libnbd.message(error), offset=min(failed_at, default=offset)) from libnbd.cause(error)
         except OpenError as error:
             raise ReadError(error.reason, offset=offset) from error
         end = offset
@@ -308,7 +308,7 @@ class Connection:
             try:
                 cookie = issue()
             except self._nbd_error as error:
-                self._check_alive(libnbd.words(error))
+                self._check_alive(libnbd.message(error))
                 raise
             self._requests[cookie] = request
             self._questions += asks
@@ -383,7 +383,7 @@ class Connection:
             elif direction & _WRITE:
                 self.handle.aio_notify_write()
         except self._nbd_error as error:
-            reason = _FLOOD if self._flooded else libnbd.words(error)
+            reason = _FLOOD if self._flooded else libnbd.message(error)
             self._fail(reason)
             raise OpenError(reason) from libnbd.cause(error)
         self._check_alive("the NBD server closed the connection")
