@@ -30,6 +30,9 @@ _AHEAD = 4 * WORKERS
 _STACK_SIZE = MIB
 """Bytes of a worker's stack. The usual 8 MiB for each worker do not fit a small RLIMIT_AS."""
 
+_ROOM = 4 * MIB
+"""Bytes that must be free for another worker: Thread.start() waits forever for a thread that has no memory to begin."""
+
 _CHECK_SIGNALS_EVERY = 0.3
 """Seconds. Python runs signal handlers in the main thread only, and only between two waits."""
 
@@ -107,10 +110,11 @@ class Pool:
         usual = threading.stack_size(_STACK_SIZE)
         try:
             for index in range(workers):
+                page_aligned(_ROOM).close()
                 thread = threading.Thread(target=self._serve, args=(Worker(index),), daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except (RuntimeError, MemoryError):  # a limit on processes (pids cgroup, RLIMIT_NPROC) or on memory
+        except (RuntimeError, MemoryError, OSError):  # a limit on processes (pids cgroup, RLIMIT_NPROC) or on memory
             pass
         finally:
             threading.stack_size(usual)
