@@ -39,12 +39,12 @@ def main() -> int:
     except NoSpaceError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    facts = host.facts(arguments.images)
-    facts["size"] = arguments.size
+    details = host.details(arguments.images)
+    details["size"] = arguments.size
     records = run_cases(chosen, images, arguments.runs, arguments.keep)
     peaks = {made["name"]: made["peak_memory"] for made in records if made["peak_memory"]}
     bars = report.all_bars(records, judge_memory(peaks)._asdict())
-    written = report.write(arguments.results, facts, records, bars)
+    written = report.write(arguments.results, details, records, bars)
     print(f"{report.summary(bars)}; {', '.join(map(str, written))}")
     failed = [record["name"] for record in records if record["failed"]]
     if failed:

@@ -29,7 +29,7 @@ _VERSIONS = {
 }
 
 
-def facts(images: Path) -> dict[str, object]:
+def details(images: Path) -> dict[str, object]:
     """The host, and the file system of IMAGES."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),

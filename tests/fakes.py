@@ -44,7 +44,7 @@ class FakeSource:
         if self.changed:
             raise self.changed
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         return {}
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ class _Range:
     def __init__(self, source: Source, options: OpenOptions, block_size: int) -> None:
         self.format = source.format
         self.check_unchanged = source.check_unchanged
-        self.details = source.facts
+        self.details = source.details
         self.start = options.offset
         self.bound = source.size if options.length is None else options.offset + options.length
         self.end: int | None = self.bound
@@ -250,7 +250,7 @@ class _Streamed:
     def __init__(self, stream: Stream, options: OpenOptions, block_size: int) -> None:
         self.format = stream.format
         self.check_unchanged = stream.check_unchanged
-        self.details = stream.facts
+        self.details = stream.details
         self.close = stream.close
         self.start = options.offset
         self.end: int | None = None

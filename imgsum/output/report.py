@@ -254,10 +254,10 @@ def stats_record(stats: Stats) -> dict[str, object]:
 def stats_text(stats: Stats) -> str:
     """STATS for a person."""
     rate = stats.bytes_read / stats.seconds / 1e9 if stats.seconds > 0 else 0.0
-    facts = "".join(f", {key.replace('_', ' ')}: {value}" for key, value in stats.details.items())
+    details = "".join(f", {key.replace('_', ' ')}: {value}" for key, value in stats.details.items())
     return (
         f"read {human_size(stats.bytes_read)} in {stats.requests} requests, skipped {human_size(stats.zero_bytes)}"
-        f" of zeros, {stats.extents} extents, {stats.seconds:.3f} s ({rate:.2f} GB/s){facts}"
+        f" of zeros, {stats.extents} extents, {stats.seconds:.3f} s ({rate:.2f} GB/s){details}"
     )
 
 

@@ -228,7 +228,7 @@ class Source(Protocol):
     def check_unchanged(self) -> None:
         """Raise ChangedError if the content may have changed since the source was opened."""
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         """What --stats should say of how this source was read, e.g. that O_DIRECT was not possible."""
 
     def close(self) -> None:

@@ -267,9 +267,9 @@ class RawSource:
         """See Source."""
         return [self.file.evidence()]
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         """See Source."""
-        return cache_fact(self.file)
+        return cache_details(self.file)
 
     def close(self) -> None:
         """See Source."""
@@ -306,12 +306,12 @@ def refuse_if_modified(before: os.stat_result, now: os.stat_result, name: str) -
         )
 
 
-def cache_fact(file: HostFile) -> dict[str, object]:
+def cache_details(file: HostFile) -> dict[str, object]:
     """What --stats says of FILE's cache mode, with a remark where O_DIRECT was asked for and not possible."""
-    facts: dict[str, object] = {"cache": "none" if file.direct else "writeback"}
+    details: dict[str, object] = {"cache": "none" if file.direct else "writeback"}
     if file.direct_refused:
-        facts["cache_note"] = "O_DIRECT is not possible here: read through the page cache"
-    return facts
+        details["cache_note"] = "O_DIRECT is not possible here: read through the page cache"
+    return details
 
 
 def _open(path: str, name: str) -> int:

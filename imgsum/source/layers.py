@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from imgsum.errors import Error, RefusedError, TruncatedError
 from imgsum.extent import Extent
 from imgsum.source.compressed import Decompress, EndsEarlyError, WholeClusters
-from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_fact
+from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_details
 from imgsum.source.tables import TableCache
 from imgsum.units import KIB, MIB
 
@@ -178,12 +178,12 @@ class LayeredSource:
         for file in self._files:
             file.check_unchanged()
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         """See Source."""
-        facts = cache_fact(self._files[0])
+        details = cache_details(self._files[0])
         if len(self._files) > 1:
-            facts["files"] = len(self._files)
-        return facts
+            details["files"] = len(self._files)
+        return details
 
     def close(self) -> None:
         """See Source."""

@@ -14,7 +14,7 @@ from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedErro
 from imgsum.extent import Extent
 from imgsum.source import Command, OpenOptions, Reader
 from imgsum.source.backing import backing_file
-from imgsum.source.file import HostFile, cache_fact
+from imgsum.source.file import HostFile, cache_details
 from imgsum.source.nbd.source import MAX_CONNECTIONS, NbdSource
 from imgsum.source.prescreen import Links, inspect, inspect_extent
 from imgsum.source.server import Server
@@ -139,10 +139,10 @@ class ServedSource:
         for file in self._files:
             file.check_unchanged()
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         """See Source."""
-        facts: dict[str, object] = {"served_by": self._server.program, **self._export.facts()}
-        return {**facts, **cache_fact(self._files[0])} if self._files else facts
+        details: dict[str, object] = {"served_by": self._server.program, **self._export.details()}
+        return {**details, **cache_details(self._files[0])} if self._files else details
 
     def close(self) -> None:
         """See Source. The server is gone when this returns."""

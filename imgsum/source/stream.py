@@ -137,7 +137,7 @@ class Stream:
         if not self._force_share:
             refuse_if_in_use(self.fd, self.name)
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         """As a Source's: nothing to tell."""
         return {}
 

@@ -103,7 +103,7 @@ class NbdSource:
             self._contexts = {context for context in contexts if handle.can_meta_context(context)}
             """What the server answers about."""
             multi_conn = handle.can_multi_conn()
-            self._facts: dict[str, object] = {
+            self._details: dict[str, object] = {
                 "nbd_multi_conn": multi_conn,
                 "nbd_structured_replies": handle.get_structured_replies_negotiated(),
                 "nbd_tls": handle.get_tls_negotiated(),
@@ -210,9 +210,9 @@ class NbdSource:
     def check_unchanged(self) -> None:
         """See Source. NBD has no way to tell."""
 
-    def facts(self) -> dict[str, object]:
+    def details(self) -> dict[str, object]:
         """See Source."""
-        return {"nbd_connections": len(self._connections), **self._facts}
+        return {"nbd_connections": len(self._connections), **self._details}
 
     def close(self) -> None:
         """See Source. Reads in flight fail at once."""
