@@ -379,6 +379,18 @@ def _qcow2(file: HostFile, options: OpenOptions) -> Source:
     return open_image(file, options)
 
 
-_NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {"qcow2": _qcow2}
+def _vdi(file: HostFile, options: OpenOptions) -> Source:
+    from imgsum.source.vdi import open_image
+
+    return open_image(file, options)
+
+
+def _vhd(file: HostFile, options: OpenOptions) -> Source:
+    from imgsum.source.vhd import open_image
+
+    return open_image(file, options)
+
+
+_NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {"qcow2": _qcow2, "vdi": _vdi, "vpc": _vhd}
 """Formats that are read without QEMU. An opener takes FILE, and leaves it to the caller when it raises an imgsum.Error:
 NotNativeError for what QEMU must read."""

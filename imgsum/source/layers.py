@@ -74,10 +74,18 @@ class Layer(Runs, Protocol):
         """What decompresses this image's clusters, safe from any thread. Imported when there is one."""
 
 
-class RawLayer:
-    """A raw file. Satisfies Layer. As the bottom of a chain QEMU pads it with zeros, and so does a Layer."""
+class Uncompressed:
+    """What layers have that never have compressed clusters."""
 
     cluster_size = 0
+
+    def decompress(self) -> Decompress:
+        """See Layer."""
+        raise NotImplementedError
+
+
+class RawLayer(Uncompressed):
+    """A raw file. Satisfies Layer. As the bottom of a chain QEMU pads it with zeros, and so does a Layer."""
 
     def __init__(self, file: HostFile) -> None:
         self.files = [file]
@@ -88,10 +96,6 @@ class RawLayer:
         inside = max(start, min(end, self.size))
         runs = (Run(start, inside - start, DATA, start), Run(inside, end - inside, ZERO))
         return runs[start == inside : 2 if inside < end else 1]
-
-    def decompress(self) -> Decompress:
-        """See Layer."""
-        raise NotImplementedError
 
 
 def resolve(layers: Sequence[Runs], start: int, end: int) -> Iterator[tuple[int, Run]]:
