@@ -40,8 +40,9 @@ cpus: $(VENV)/tested  ## the C on aarch64 and on older CPUs, emulated
 	@tools/install-packages $(CPU_PACKAGES)
 	$(BIN)/python -m pytest -m emulated $(PYTEST_ARGS)
 
-fuzz: $(VENV)/tested  ## random and damaged qcow2 images against QEMU, for FUZZ_SECONDS
+fuzz: $(VENV)/tested  ## random and damaged images against QEMU, for FUZZ_SECONDS each
 	$(BIN)/python tests/fuzz_qcow2.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/fuzz_formats.py --seconds $(FUZZ_SECONDS)
 
 lint: $(VENV)/linted  ## ruff, its format too
 	$(BIN)/ruff check

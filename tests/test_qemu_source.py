@@ -223,16 +223,6 @@ def test_max_size(convert: Convert) -> None:
         content_of(disk, max_size=SIZE - 1)
 
 
-def test_a_differencing_vhd(convert: Convert) -> None:
-    disk = convert("vpc")
-    data = bytearray(disk.read_bytes())
-    for footer in (0, len(data) - 512):
-        data[footer + 60 : footer + 64] = struct.pack(">I", 4)
-    disk.write_bytes(data)
-    with pytest.raises(RefusedError, match="is a differencing VHD"):
-        content_of(disk)
-
-
 @pytest.mark.parametrize("kind", [*FORMATS])
 @pytest.mark.parametrize("missing", [1, 512, 4096, 300 * KIB])
 def test_truncated_images(convert: Convert, tmp_path: Path, kind: str, missing: int) -> None:
@@ -573,6 +563,7 @@ def sparse_vdi(blocks: int, content: int) -> bytes:
     header = bytearray(512)
     struct.pack_into("<4sIII", header, 0x40, b"\x7f\x10\xda\xbe", 0x10001, 0x180, 1)
     struct.pack_into("<II", header, 0x154, 512, 1 << 30)
+    struct.pack_into("<I", header, 0x168, 512)
     struct.pack_into("<QIII", header, 0x170, content, MIB, 0, blocks)
     return bytes(header)
 
@@ -588,7 +579,7 @@ def sparse_qcow(bits: int) -> bytes:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        (sparse_vdi(0x3FFFFFFF, 0x3FFFFFFF << 20), "larger than such a file can need"),
+        (sparse_vdi(0x3FFFFFFF, 0x3FFFFFFF << 20), "1073741823 blocks, more than 536870784"),
         (sparse_vdi(1 << 20, 1 << 40), "several blocks of its content are in one place"),
         (sparse_vdi(1 << 20, 1 << 30), "says its size twice"),
         (sparse_parallels(0xFFFFFFFF), "larger than such a file can need"),
@@ -729,7 +720,7 @@ def test_an_image_that_changes(convert: Convert) -> None:
 
 
 def test_without_qemu_nbd_nothing_is_made_of_it(convert: Convert, imgsum: Imgsum, tmp_path: Path) -> None:
-    for kind in ("vmdk", "vdi", "vhdx", "vpc-fixed", "qed"):
+    for kind in ("qed", "parallels"):
         result = imgsum("checksum", convert(kind, kind), env={"PATH": str(tmp_path / "nothing")})
         assert (result.status, result.text) == (2, "")
         assert result.errors == (

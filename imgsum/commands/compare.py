@@ -14,6 +14,7 @@ from imgsum.commands.options import (
     add_output,
     add_range,
     add_reading,
+    format_name,
     open_options,
     progress_for,
 )
@@ -42,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-F",
         "--second-format",
         metavar="FORMAT",
+        type=format_name,
         choices=parameters.FORMATS,
         help="the second image's format, instead of detecting it",
     )

@@ -90,6 +90,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--format",
         metavar="FORMAT",
+        type=format_name,
         choices=parameters.FORMATS,
         help="the image's format, instead of detecting it; raw parses no header",
     )
@@ -124,7 +125,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="WHO",
         choices=parameters.READERS,
         default="auto",
-        help="who reads qcow2: imgsum itself (native), a private qemu-nbd (qemu), or that only where it must (auto)",
+        help="who reads images: imgsum itself (native), a private qemu-nbd (qemu), or that only where it must (auto)",
     )
     group.add_argument("--snapshot", metavar="NAME", help="read this internal snapshot (name or ID) of a qcow2 image")
     group.add_argument("--secret-file", metavar="FILE", help="the secret of an encrypted image")
@@ -217,6 +218,11 @@ def progress_for(arguments: Arguments, images: int | None) -> Progress | None:
             write, os.get_terminal_size(2).columns or 80, 0.0 if arguments.progress else progress.PATIENCE
         )
     return progress.Lines(write) if arguments.progress else None
+
+
+def format_name(name: str) -> str:
+    """QEMU's name of the format that everybody else calls NAME."""
+    return "vpc" if name == "vhd" else name
 
 
 def _size(rule: parameters.Rule) -> Callable[[str], int]:

@@ -58,7 +58,7 @@ class _OpenOptions(NamedTuple):
     max_size: int | None = None
     """Refuse images whose content is larger, in bytes. None: there is no limit, or UNTRUSTED_MAX_SIZE."""
     reader: str = "auto"
-    """Who reads qcow2: `native`, `qemu` (a private qemu-nbd), or `auto`."""
+    """Who reads images that are not raw: `native`, `qemu` (a private qemu-nbd), or `auto`."""
     request_size: int = MIB
     """The most that one read asks for. A power of two."""
     queue_size: int = 16 * MIB
@@ -358,13 +358,17 @@ def _open_file(path: str, options: OpenOptions) -> Source:
             if options.snapshot is not None:
                 raise UsageError("a raw image has no snapshots")
             return RawSource(file)
-        if name in _NATIVE and options.reader != "qemu":
+        if options.snapshot is not None and name != "qcow2":
+            raise UsageError("a snapshot can be read by imgsum's own reader of qcow2 only")
+        if name in NATIVE and options.reader != "qemu":
             try:
-                return _NATIVE[name](file, options)
+                return NATIVE[name](file, options)
             except NotNativeError as error:
                 if options.untrusted or options.reader == "native":
                     raise
                 debug("%s: %s, so QEMU reads it", path, error)
+        elif options.reader == "native":
+            raise NotNativeError(f"is a {name} image, which takes QEMU to read, and that is not the native reader")
         from imgsum.source.qemu import open_with_qemu
 
         return open_with_qemu(file, name, options)
@@ -391,6 +395,6 @@ def _vhd(file: HostFile, options: OpenOptions) -> Source:
     return open_image(file, options)
 
 
-_NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {"qcow2": _qcow2, "vdi": _vdi, "vpc": _vhd}
+NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {"qcow2": _qcow2, "vdi": _vdi, "vpc": _vhd}
 """Formats that are read without QEMU. An opener takes FILE, and leaves it to the caller when it raises an imgsum.Error:
 NotNativeError for what QEMU must read."""

@@ -1,7 +1,7 @@
 """What is looked at in an image before QEMU may open it: what QEMU would read wrongly, or follow to other files.
 
 QEMU's drivers skip what they don't understand of some formats, without an error: a checksum of that would be wrong.
-Facts are from QEMU's block/qed.c, qcow.c, vdi.c, vhdx.c and parallels.c, and from the specifications that they name.
+Facts are from QEMU's block/qed.c, qcow.c, vhdx.c and parallels.c, and from the specifications that they name.
 Where a container says its size twice, docs/formats.md has the rules.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
-from imgsum.source import ReadBytes, detect, dmg, vhd, vmdk
+from imgsum.source import ReadBytes, detect, dmg, vmdk
 from imgsum.source.reach import check_reach, vhdx_metadata
 from imgsum.units import KIB
 
@@ -47,7 +47,7 @@ class VmdkExtent(NamedTuple):
     is_last: bool = True
 
 
-_MAGIC = ("bochs", "cloop", "parallels", "qcow", "qcow2", "qed", "vdi", "vhdx")
+_MAGIC = ("bochs", "cloop", "parallels", "qcow", "qcow2", "qed", "vhdx")
 """Formats that nothing but their beginning tells."""
 
 
@@ -80,32 +80,10 @@ def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent, allocated: in
         raise
 
 
-def _vpc(read: ReadBytes, size: int) -> Links:
-    footer = vhd.read_footer(read, size)
-    calculation = "chs" if footer.uses_geometry() else "current_size"
-    # QEMU knows some creators, and others with each version: it is told.
-    return Links(size=footer.size(), note=footer.note(), driver_options=(("force_size_calc", calculation),))
-
-
 def _dmg(read: ReadBytes, size: int) -> Links:
     trailer = dmg.read_trailer(read, size)
     dmg.check_chunks(read, trailer)
     return Links(size=trailer.sectors * 512)
-
-
-def _vdi(read: ReadBytes, size: int) -> Links:
-    header = read(0, 512).ljust(512, b"\0")
-    (kind,) = struct.unpack_from("<I", header, 0x4C)
-    content, block, _, blocks = struct.unpack_from("<QIII", header, 0x170)
-    if kind in (3, 4):
-        raise RefusedError(
-            "is a differencing VDI: its parent has the rest of its content (merge it with its parent first)"
-        )
-    if block and blocks != -(-content // block):
-        raise FormatError(
-            f"is a VDI that says its size twice, and differently: {content} bytes, and {blocks} blocks of {block}"
-        )
-    return Links()
 
 
 def _vhdx(read: ReadBytes, size: int) -> Links:
@@ -242,8 +220,6 @@ _INSPECTORS: dict[str, Callable[[ReadBytes, int], Links]] = {
     "qcow": _qcow,
     "qcow2": _qcow2,
     "qed": _qed,
-    "vdi": _vdi,
     "vhdx": _vhdx,
     "vmdk": _vmdk,
-    "vpc": _vpc,
 }

@@ -12,12 +12,13 @@ from typing import Any
 
 from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedError, UsageError, os_error_reason
 from imgsum.extent import Extent
-from imgsum.source import Command, OpenOptions, Reader
+from imgsum.source import NATIVE, Command, OpenOptions, Reader
 from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_details
 from imgsum.source.nbd.source import MAX_CONNECTIONS, NbdSource
 from imgsum.source.prescreen import Links, inspect, inspect_extent
 from imgsum.source.server import Server
+from imgsum.source.vhd import DIFFERENCING, read_footer
 
 _FIRST_FD = 5  # where qemu-nbd finds our descriptors; those before are in use (server.py)
 
@@ -208,7 +209,7 @@ class _Image:
             raise RefusedError("is its own backing file", name=file.name)
         fd = self._keep(file)
         try:
-            links = inspect(file.read_bytes, file.size, format_name, _allocated(file))
+            links = self._inspect(file, format_name)
             if len(self.files) == 1:
                 self.size, self.note = links.size, links.note
             # Through /proc QEMU opens the very file that was looked at, and no name is taken for a protocol. But
@@ -226,6 +227,21 @@ class _Image:
         except Error as error:
             raise error.about(file.name) from error.__cause__
         return node
+
+    def _inspect(self, file: HostFile, format_name: str) -> Links:
+        if format_name not in ("vdi", "vpc"):
+            return inspect(file.read_bytes, file.size, format_name, _allocated(file))
+        driver_options: tuple[tuple[str, str], ...] = ()
+        if format_name == "vpc":
+            footer = read_footer(file.read_bytes, file.size)
+            if footer.kind == DIFFERENCING:
+                raise RefusedError("is a differencing VHD, of which QEMU does not read the parent")
+            # QEMU knows some creators, and others with each version: it is told.
+            driver_options = (("force_size_calc", "chs" if footer.uses_geometry() else "current_size"),)
+        source = NATIVE[format_name](file, self._options)
+        for _ in source.extents(0, source.size):
+            pass  # what imgsum's own reader refuses, QEMU may read wrongly
+        return Links(size=source.size, note=getattr(source, "note", None), driver_options=driver_options)
 
     def _backing(self, file: HostFile, image_format: str, links: Links) -> dict[str, Any]:
         path, format_name = backing_file(links.backing_file or b"", links.backing_format, file, image_format)

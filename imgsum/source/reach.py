@@ -1,7 +1,7 @@
 """Whether an image's file has all that its tables refer to: QEMU takes what a file lacks for zeros, and says nothing.
 
 For the formats that QEMU reads for us, and only as far as that takes: the data that lies last in the file. Layouts are
-from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c, qed.h, vdi.c, vhdx.h, vmdk.c and vpc.c.
+from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c, qed.h, vhdx.h and vmdk.c.
 """
 
 from __future__ import annotations
@@ -111,17 +111,6 @@ def _vmdk(read: ReadBytes, size: int) -> int:
     return at + min(grain, header.capacity - last.number * grain) * 512
 
 
-def _vdi(read: ReadBytes, size: int) -> int:
-    header = _header(read, 512)
-    block_map, data = struct.unpack_from("<II", header, 0x154)
-    content, block, _, blocks = struct.unpack_from("<QIII", header, 0x170)
-    if not block:
-        return 0
-    # The two largest are no blocks: 0xFFFFFFFF was never allocated, and 0xFFFFFFFE is discarded.
-    last = _last_below(read, block_map, min(blocks, -(-content // block)), 0xFFFFFFFE)
-    return int(data + last.entry * block + min(block, content - last.number * block)) if last else 0
-
-
 def _qed(read: ReadBytes, size: int) -> int:
     header = _header(read, 64)
     cluster, table = struct.unpack_from("<II", header, 4)
@@ -164,17 +153,6 @@ def _parallels(read: ReadBytes, size: int) -> int:
     unit = tracks if header.startswith(b"WithouFreSpacExt") else 1
     last = _last(read, 64, min(entries, -(-sectors // tracks)), "I")
     return 0 if last is None else (last.entry * unit + int(min(tracks, sectors - last.number * tracks))) * 512
-
-
-def _vpc(read: ReadBytes, size: int) -> int:
-    header = read(512, 1024)
-    if not (read(0, 8) == b"conectix" and header.startswith(b"cxsparse")):  # fixed, or QEMU refuses it
-        return 0
-    (table,) = struct.unpack_from(">Q", header, 16)
-    entries, block = struct.unpack_from(">II", header, 28)
-    bitmap = -(-(block // 512 // 8) // 512) * 512
-    last = _last_below(read, table, entries, 0xFFFFFFFF, "big")
-    return last.entry * 512 + bitmap + int(block) if last else 0
 
 
 def _vhdx(read: ReadBytes, size: int) -> int:
@@ -238,14 +216,14 @@ def _last(read: ReadBytes, offset: int, entries: int, code: str) -> _Last | None
     return found
 
 
-def _last_below(read: ReadBytes, offset: int, entries: int, limit: int, order: str = "little") -> _Last | None:
+def _last_below(read: ReadBytes, offset: int, entries: int, limit: int) -> _Last | None:
     """The largest of a table's ENTRIES of 32 bits that is less than LIMIT; None where there is none.
 
     Raises FormatError when two of them must be the same: each stands for a block of the file.
     """
     found: _Last | None = None
     below = 0
-    for first, part in _parts(read, offset, entries, "I", order):
+    for first, part in _parts(read, offset, entries, "I", "little"):
         below += min(_PART // part.itemsize, entries - first)
         largest = max(part)
         if largest >= limit:
@@ -294,8 +272,6 @@ _REACH: dict[str, Callable[[ReadBytes, int], int]] = {
     "parallels": _parallels,
     "qcow": _qcow,
     "qed": _qed,
-    "vdi": _vdi,
     "vhdx": _vhdx,
     "vmdk": _vmdk,
-    "vpc": _vpc,
 }

@@ -129,6 +129,7 @@ class Header(NamedTuple):
 
     table: int
     """Where the table of blocks is."""
+    entries: int
     block: int
     bitmap: int
     """What each block has before its data: a bit for each sector."""
@@ -147,7 +148,7 @@ def read_header(read: ReadBytes, footer: Footer) -> Header:
         raise FormatError("is a VHD without a header where its footer says")
     if _sum(raw, 36) != checksum:
         raise FormatError("is a VHD whose header is damaged: its checksum is wrong")
-    if block < 512 or block & block - 1:
+    if block < 4096 or block & block - 1:  # of smaller ones QEMU takes no bitmap into account
         raise FormatError(f"is a VHD with blocks of {block} bytes")
     if entries > _MAX_SIZE // block:
         raise FormatError(f"is a VHD with a table of {entries} blocks, more than there can be")
@@ -157,7 +158,7 @@ def read_header(read: ReadBytes, footer: Footer) -> Header:
             f" {block}"
         )
     parents = tuple(_parents(read, raw)) if footer.kind == DIFFERENCING else ()
-    return Header(table, block, -(-(block // 512 // 8) // 512) * 512, raw[40:56], parents)
+    return Header(table, entries, block, -(-(block // 512 // 8) // 512) * 512, raw[40:56], parents)
 
 
 def _parents(read: ReadBytes, header: bytes) -> Iterator[str]:
@@ -188,7 +189,7 @@ class _VhdLayer(Uncompressed):
     ) -> None:
         """HEADER is None for a fixed one. NUMBER tells the images that share CACHE apart."""
         self.files = [file]
-        self.size = size
+        self.size = min(size, header.entries * header.block) if header else size
         self._file = file
         self._header = header
         self._block = header.block if header else 0
