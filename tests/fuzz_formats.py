@@ -149,6 +149,7 @@ FORMATS = {
         stricter=(
             r"^truncated",
             r"(header|footer) is damaged: its checksum",
+            r"too many for its size with --untrusted",
             r"two footers disagree",
             r"^is a VHD of an unknown type",
             r"^is a differencing VHD",
@@ -167,6 +168,7 @@ FORMATS = {
         by_hand=vdi_by_hand,
         stricter=(
             r"^truncated",
+            r"too many for its size with --untrusted",
             r"differencing VDI|undo VDI|VDI of type",
             r"says its size twice",
             r"bytes and \d+ more for each",
