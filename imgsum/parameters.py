@@ -58,6 +58,9 @@ def _text(value: object) -> str | None:
 FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc")
 """QEMU's names. `luks` is not one of them: its content for us is the container, as raw."""
 
+OPERANDS = ("bmap",)
+"""What -f takes besides: what stands for an image, and has no content of its own. Never a backing file's format."""
+
 CONSTRUCTIONS = ("blkhash", "imageio")
 READERS = ("auto", "native", "qemu")
 

@@ -91,7 +91,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "--format",
         metavar="FORMAT",
         type=format_name,
-        choices=parameters.FORMATS,
+        choices=parameters.FORMATS + parameters.OPERANDS,
         help="the image's format, instead of detecting it; raw parses no header",
     )
     group.add_argument(

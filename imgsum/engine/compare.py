@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator
 from itertools import islice
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from imgsum.engine import mask
 from imgsum.engine.content import (
@@ -28,8 +28,11 @@ from imgsum.errors import UsageError, naming
 from imgsum.extent import Extent, align, coalesce, overlay
 from imgsum.hash.blocks import is_zero
 from imgsum.parameters import FLAG, LIMIT, require
-from imgsum.source import Command, Image, OpenOptions, is_stream, options_with, path_or_command
+from imgsum.source import Command, Image, OpenOptions, is_bmap, is_stream, options_with, path_or_command
 from imgsum.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from imgsum.engine.compare_bmap import BmapPair
 
 _MAX_PART = 4 * MIB  # bytes of one side, so that two buffers for each worker, and the masks, stay small
 _ALIGNMENT = 64 * KIB  # of extents, so that both sides read whole pages and clusters
@@ -73,6 +76,7 @@ def compare(
 ) -> Comparison:
     """Compare the content of two images, or LENGTH bytes of it from OFFSET.
 
+    The first may be a bmap: then its ranges are compared with the second by their digests.
     A longer image whose rest is all zeros has the same content, unless STRICT. limit: stop after so many differing
     ranges, at least 1, and say whether there are more; None lists all of them, however many there are. format,
     second_format: the images'; None detects it. options: how the first image is opened and read; second_options: how
@@ -87,15 +91,32 @@ def compare(
     opened = options_with(options, format=format, offset=offset, length=length)
     second_opened = options_with(second_options, format=second_format, offset=opened.offset, length=opened.length)
     images = path_or_command(first, "first"), path_or_command(second, "second")
-    with Pair(*images, opened, second_opened) as pair:
+    with open_pair(*images, opened, second_opened) as pair:
         found = tuple(islice(pair.differences(strict=strict), None if limit is None else limit + 1))
         pair.check_unchanged()
         ranges = found[:limit]
         return Comparison(not found, ranges, pair.sizes, complete=len(found) == len(ranges))
 
 
+def open_pair(
+    first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions
+) -> Pair | BmapPair:
+    """Open two images, or what stands for the first. Raises an imgsum.Error."""
+    if is_bmap(second, second_options):
+        raise UsageError("is a bmap: it is the first that compare takes", name=str(second))
+    if is_bmap(first, options):
+        from imgsum.engine.compare_bmap import BmapPair
+
+        return BmapPair(str(first), second, second_options)
+    return Pair(first, second, options, second_options)
+
+
 class Pair:
     """Two open images that are compared once. Use as a context manager."""
+
+    same_text = "images are identical"
+    sizes_count = True
+    """Whether what only the longer image has is looked at."""
 
     def __init__(
         self, first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from imgsum.commands.options import Arguments
     from imgsum.engine.checksum import Checksum
     from imgsum.engine.compare import Pair
+    from imgsum.engine.compare_bmap import BmapPair
     from imgsum.engine.content import Stats
     from imgsum.sums.check import Tally, Verdict
 
@@ -216,7 +217,7 @@ def range_json(start: int, length: int) -> str:
     return f'{{"schema": {SCHEMA}, "start": {start}, "length": {length}}}'
 
 
-def comparison_json(pair: Pair, stats: Stats | None, **verdict: object) -> str:
+def comparison_json(pair: Pair | BmapPair, stats: Stats | None, **verdict: object) -> str:
     """What became of PAIR as one JSON object: VERDICT, and its images."""
     images = [
         {**name_record(name), "size": size, "format": image_format}

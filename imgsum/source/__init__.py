@@ -16,6 +16,7 @@ from imgsum.parameters import (
     CONNECTIONS,
     FLAG,
     FORMATS,
+    OPERANDS,
     READERS,
     REQUEST_SIZE,
     SIZE,
@@ -110,7 +111,7 @@ class OpenOptions(_OpenOptions):
         require(SIZE, queue_size=self.queue_size, offset=self.offset)
         require(TIMEOUT, connect_timeout=self.connect_timeout)
         for rule, name in (
-            (choice(FORMATS), "format"),
+            (choice(FORMATS + OPERANDS), "format"),
             (SIZE, "max_size"),
             (CONNECTIONS, "connections"),
             (TIMEOUT, "io_timeout"),
@@ -341,10 +342,36 @@ def is_stream(image: str) -> bool:
         return False  # opening it will say why
 
 
+def is_bmap(image: str | Command, options: OpenOptions) -> bool:
+    """Whether IMAGE is a bmap, and no image: -f says so, or its name and its first bytes do. Never the bytes alone.
+
+    Raises RefusedError for a file that is named like a bmap, and begins like none.
+    """
+    if options.format is not None:
+        return options.format == "bmap"
+    if not isinstance(image, str) or not image.lower().endswith(".bmap") or is_nbd_uri(image) or is_stream(image):
+        return False
+    from imgsum.source.detect import begins_as_bmap
+
+    try:
+        fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            begins = os.pread(fd, 64, 0)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return False  # opening it will say why
+    if not begins_as_bmap(begins):
+        raise RefusedError("is named .bmap, and does not begin as one: it is damaged, or say -f raw", name=image)
+    return True
+
+
 def _open_file(path: str, options: OpenOptions) -> Source:
     from imgsum.source import detect
     from imgsum.source.file import HostFile, RawSource
 
+    if is_bmap(path, options):
+        raise UsageError("is a bmap, which has digests of parts of an image: `imgsum compare` verifies an image by it")
     file = HostFile(path, path, options)
     try:
         name = options.format

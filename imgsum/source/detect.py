@@ -11,6 +11,12 @@ import shlex
 
 HEAD_SIZE = TAIL_SIZE = 512
 
+
+def begins_as_bmap(head: bytes) -> bool:
+    """Whether a file may be one of bmaptool's: XML, or signed."""
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"<", b"-----BEGIN PGP SIGNED MESSAGE-----"))
+
+
 _STARTS = (
     (b"COWD", "vmdk"),  # VMDK 3
     (b"KDMV", "vmdk"),  # VMDK 4
