@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 NAMES = Names("images", "IMAGE", 2, IMAGE_HELP)
 EPILOG = f"""\
 {SOURCES} (one of the two at most). The first may be a bmap, a file of bmaptool's whose name ends in .bmap: then its
-mapped ranges are verified by their digests, and the rest is ignored. The status is 0 when the content is the same, 1 when it differs, 2 for trouble.
-{SIZES}"""
+mapped ranges are verified by their digests, and the rest is ignored. The status is 0 when the content is the same, 1
+when it differs, 2 for trouble. {SIZES}"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -34,8 +34,11 @@ _CHUNK = 16 * KIB
 _MAX_TOKEN = 256 * KIB
 """Bytes of one tag or comment. expat keeps it until it is complete. bmaptool's longest comment has 1.5 KiB."""
 _MAX_TEXT = 1024
-"""Characters in one element or attribute."""
+"""Characters in one element."""
 _MAX_DEPTH = 8
+
+_MAP_PATH = ["bmap", "BlockMap"]
+_RANGE_PATH = [*_MAP_PATH, "Range"]
 
 _FIELDS = (
     "ImageSize", "BlockSize", "BlocksCount", "MappedBlocksCount", "ChecksumType", "BmapFileChecksum", "BmapFileSHA1",
@@ -204,8 +207,8 @@ class _Parser:
         self.in_map = False
         """The ranges begin: all fields are known."""
         self._path: list[str] = []
-        self._text: list[str] = []
-        self._text_size = 0
+        self._known = False  # the innermost element is a field, or a range
+        self._text = ""
         self._attributes: dict[str, str] = {}
         self._found: list[tuple[str, dict[str, str]]] = []
         self._silent = 0  # bytes since expat said something
@@ -237,23 +240,25 @@ class _Parser:
         raise FormatError("has a document type or entities, which no bmap has")
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
-        self._heard()
-        if not self._path:
+        self._silent = 0
+        path = self._path
+        if self._known:
+            raise FormatError(f"has elements in a {path[-1]}")
+        path.append(name)
+        if name == "Range" and path == _RANGE_PATH:
+            self._known = True
+        elif len(path) == 1:
             self._root(name, attributes)
-        if self._is_known():
-            raise FormatError(f"has elements in a {self._path[-1]}")
-        self._path.append(name)
-        if len(self._path) > _MAX_DEPTH:
+        elif len(path) > _MAX_DEPTH:
             raise FormatError(f"has elements nested more than {_MAX_DEPTH} deep")
-        if self._path[1:] == ["BlockMap"]:
+        elif path == _MAP_PATH:
             if self.in_map:
                 raise FormatError("has two block maps")
             self.in_map = True
-        if self._is_known():
-            self._text, self._text_size = [], 0
-            self._attributes = attributes
-            if any(len(value) > _MAX_TEXT for value in attributes.values()):
-                raise FormatError(f"the {name} has an attribute of more than {_MAX_TEXT} characters")
+        else:
+            self._known = len(path) == 2 and name in _FIELDS
+        self._text = ""
+        self._attributes = attributes
 
     def _root(self, name: str, attributes: dict[str, str]) -> None:
         version = attributes.get("version", "")[:_MAX_TEXT]
@@ -265,32 +270,27 @@ class _Parser:
             raise FormatError(f"is of version {version}, which is not known")
 
     def _end(self, name: str) -> None:
-        self._heard()
-        if self._is_known():
-            text = "".join(self._text)
-            if name == "Range":
-                self._found.append((text, self._attributes))
-            elif name in self.fields:
-                raise FormatError(f"has two elements {name}")
-            else:
-                self.fields[name] = text.strip()
+        self._silent = 0
         self._path.pop()
+        if not self._known:
+            return
+        self._known = False
+        if name == "Range":
+            self._found.append((self._text, self._attributes))
+        elif name in self.fields:
+            raise FormatError(f"has two elements {name}")
+        else:
+            self.fields[name] = self._text.strip()
 
     def _characters(self, data: str) -> None:
-        self._heard()
-        if not self._is_known():
+        self._silent = 0
+        if not self._known:
             return
         if not self._text:
-            self.positions.setdefault(self._path[-1], self._expat.CurrentByteIndex)
-        self._text.append(data)
-        self._text_size += len(data)
-        if self._text_size > _MAX_TEXT:
+            self.positions[self._path[-1]] = self._expat.CurrentByteIndex
+        self._text += data
+        if len(self._text) > _MAX_TEXT:
             raise FormatError(f"the {self._path[-1]} has more than {_MAX_TEXT} characters")
-
-    def _is_known(self) -> bool:
-        """Whether the innermost element is a field or a range."""
-        inside = self._path[1:]
-        return (len(inside) == 1 and inside[0] in _FIELDS) or inside == ["BlockMap", "Range"]
 
 
 def _text(fields: dict[str, str], name: str) -> str:
