@@ -99,6 +99,7 @@ def test_every_section_has_a_test() -> None:
         "With a file of checksums",
         "Against the other host, without a file",
         "A qcow2 image on a device that is larger",
+        "A card that bmaptool wrote",
         "Against an export of the other host, over NBD with TLS",
     ]
     assert TEXT.count("```sh\n") == sum(map(len, SECTIONS.values()))
@@ -135,6 +136,18 @@ def test_a_larger_device(hosts: Path, device: str) -> None:
     assert (hosts / "device").read_bytes()[8 * MIB :] == b"Z" * (8 * MIB)
 
 
+def test_a_card(hosts: Path, device: str, tool: Callable[[str], str]) -> None:
+    tool("bmaptool")
+    blocks = SECTIONS["A card that bmaptool wrote"]
+    assert run(hosts, blocks, DEVICE=device)[1].endswith("the mapped ranges are as the bmap says\n")
+    compare = blocks[1][1].splitlines()[-1]
+    damage(hosts / "device", 2 * MIB)  # which is not mapped
+    assert run(hosts, [("destination", compare)], DEVICE=device) == ["the mapped ranges are as the bmap says\n"]
+    damage(hosts / "device", 5)
+    with pytest.raises(AssertionError):
+        run(hosts, [("destination", compare)], DEVICE=device)
+
+
 def test_over_nbd_with_tls(hosts: Path, tool: Callable[[str], str]) -> None:
     for name in ("psktool", "qemu-nbd"):
         tool(name)
@@ -149,7 +162,7 @@ def test_over_nbd_with_tls(hosts: Path, tool: Callable[[str], str]) -> None:
     assert printed[1] == "images are identical\n"
 
 
-def damage(image: Path) -> None:
+def damage(image: Path, at: int = 3 * MIB + 5) -> None:
     with open(image, "r+b") as file:
-        file.seek(3 * MIB + 5)
+        file.seek(at)
         file.write(b"!")
