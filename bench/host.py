@@ -13,80 +13,55 @@ import time
 from pathlib import Path
 
 import imgsum
-from bench.limits import CORES, hash_rate
+from bench.rates import CORES
+from imgsum.hash import lanes
 
-_VERSIONS = {
-    "blksum": [],  # it can't say
-    "qemu-img": ["--version"],
-    "nbdkit": ["--version"],
-    "nbdcopy": ["--version"],
-    "sha256sum": ["--version"],
-    "openssl": ["version"],
-    "b3sum": ["--version"],
-    "xxhsum": ["--version"],
-    "cmp": ["--version"],
-    "dd": ["--version"],
-}
+_PEERS = ("blksum", "qemu-img", "nbdcopy", "sha256sum", "openssl", "b3sum", "dd")
+_PACKAGES = ("blake3", "xxhash", "isal", "backports.zstd")
 
 
-def details(images: Path) -> dict[str, object]:
-    """The host, and the file system of IMAGES."""
+def describe(images: Path, size: int) -> dict[str, object]:
+    """The host, the file system of IMAGES, and their SIZE in bytes."""
+    commit = _first_line("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+")
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "imgsum": f"{imgsum.__version__} {_commit()}".strip(),
-        "cpu": _line("/proc/cpuinfo", "model name"),
+        "size": size,
+        "imgsum": f"{imgsum.__version__} {commit or ''}",
+        "cpu": _field("/proc/cpuinfo", "model name"),
         "cores": CORES,
-        "sha256 of one core": f"{hash_rate() / 1e9:.2f} GB/s",
-        "memory": _line("/proc/meminfo", "MemTotal"),
+        "sha256": lanes.sha256().description,
+        "memory": _field("/proc/meminfo", "MemTotal"),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "openssl of python": ssl.OPENSSL_VERSION,
-        "packages": _packages("blake3", "xxhash", "isal", "backports.zstd", "zlib-ng", "zstandard"),
-        "file system": _file_system(images),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "file system": _first_line("stat", "-f", "-c", "%T", str(images)),
         "load before": " ".join(f"{load:.2f}" for load in os.getloadavg()),
-        "floor of resident memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "peers": {name: _version(name, options) for name, options in _VERSIONS.items()},
+        "least resident memory that shows, KiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        # blksum can't say its version.
+        "peers": {name: shutil.which(name) and (_first_line(name, _option(name)) or "installed") for name in _PEERS},
     }
 
 
-def _commit() -> str:
-    """The commit that is measured, with a + when files differ from it."""
-    argv = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+def _option(peer: str) -> str:
+    return "version" if peer == "openssl" else "--version"
+
+
+def _first_line(*argv: str) -> str | None:
+    """What ARGV prints first; None when it fails or isn't installed."""
+    done = None
+    if shutil.which(argv[0]):
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    return done.stdout.strip().partition("\n")[0] if done and done.returncode == 0 else None
+
+
+def _field(path: str, key: str) -> str:
+    lines = Path(path).read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "unknown")
+
+
+def _version(package: str) -> str | None:
     try:
-        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def _line(path: str, key: str) -> str:
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(key):
-            return line.partition(":")[2].strip()
-    return "unknown"
-
-
-def _packages(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system that PATH is on: of the mount point that is the longest of its parents."""
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [(len(point), kind) for _, point, kind, *_ in mounts if path.resolve().is_relative_to(point)]
-    return max(above, default=(0, "unknown"))[1]
-
-
-def _version(name: str, options: list[str]) -> str | None:
-    """The first line that NAME says of itself; None when it isn't installed."""
-    if shutil.which(name) is None:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None
-    if not options:
-        return "installed"
-    process = subprocess.run([name, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return next(iter(process.stdout.strip().splitlines()), "installed").strip()

@@ -1,6 +1,6 @@
 """Times whole processes, in rounds: A B C, A B C, ... so that a ratio is of two runs made side by side.
 
-A benchmark of a wrong answer is worthless: whatever computes the same thing must print the same, in every run.
+A benchmark of a wrong answer is worthless: whatever computes the same must print the same, in every run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ class Command(NamedTuple):
     argv: list[str]
     answer: str | None = None
     """What its lines begin with: all commands of all cases that have the same `answer` must print the same."""
-    status: int = 0
-    """The exit status that it must have."""
-    says: str | None = None
-    """What must be in its output. A status alone says little: that of a difference is that of a crash too."""
+    says: str = ""
+    """What must be in its output."""
+    env: Mapping[str, str] = {}
 
 
-Limit = Callable[[], float]
-"""What is not a process but measured in the same rounds: its seconds."""
+Measure = Callable[[], float]
+"""What is measured otherwise, in the same rounds: seconds. Raises FailedError."""
 
 
 class Run(NamedTuple):
@@ -43,79 +42,68 @@ class Run(NamedTuple):
     user: float = 0.0
     system: float = 0.0
     max_rss: int = 0
-    """At least that of this process, from which it is forked: what measures must stay small."""
+    """At least that of this process, from which it is forked."""
 
 
 class Outcome(NamedTuple):
     """What came of the commands of one case, by their labels."""
 
     runs: dict[str, list[Run]]
-    missing: dict[str, str]
+    missing: dict[str, FailedError]
     """Why there are no runs of a command."""
     wrong: list[str]
     """Answers that contradict each other."""
 
-    def median(self, label: str) -> float:
-        """The median seconds of LABEL."""
-        return statistics.median(run.wall for run in self.runs[label])
-
-
-class Answers:
-    """What has been answered so far, in all cases."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[str, str]] = {}
-
-    def contradiction(self, key: str, answer: str, who: str) -> str | None:
-        """Note that WHO answered KEY with ANSWER. What is wrong with that, or None."""
-        known, first = self._known.setdefault(key, (answer, who))
-        if answer == known:
-            return None
-        return f"WRONG: {who} says {answer[:64] or 'nothing'}, {first} says {known[:64] or 'nothing'} ({key})"
+    def ratio(self, label: str, *of: str) -> float:
+        """LABEL's seconds as a multiple of the larger of OF: the median over the rounds."""
+        rounds = zip(*(self.runs[name] for name in (label, *of)), strict=True)
+        return statistics.median(one.wall / max(*(run.wall for run in others), 1e-9) for one, *others in rounds)
 
 
 class FailedError(Exception):
     """A command can't be measured."""
 
+    def __init__(self, reason: str, *, absent: bool = False) -> None:
+        """ABSENT: it isn't installed, or this CPU hasn't got it. That is no failure."""
+        super().__init__(reason)
+        self.absent = absent
+
 
 def time_rounds(
-    case: str, commands: Mapping[str, Command | Limit], count: int, answers: Answers, warm_up: bool = True
+    case: str, commands: Mapping[str, Command | Measure], count: int, answers: dict[str, tuple[str, str]]
 ) -> Outcome:
     """COUNT rounds of COMMANDS, after one that is not counted. What fails is left out from then on.
 
-    The peers are worth no time where imgsum fails.
+    ANSWERS has what was answered so far, in all cases, and by whom.
     """
     outcome = Outcome({}, {}, [])
-    for number in range(count + warm_up):
+    for number in range(count + 1):
         for label, command in commands.items():
-            if label in outcome.missing or "imgsum" in outcome.missing:
-                continue
-            if not isinstance(command, Command):
-                outcome.runs.setdefault(label, []).append(Run(command()))
+            if label in outcome.missing or "imgsum" in outcome.missing:  # the peers alone are worth no time
                 continue
             try:
-                run, answer = run_once(command)
+                run, answer = run_once(command) if isinstance(command, Command) else (Run(command()), "")
             except FailedError as error:
-                outcome.missing[label] = str(error)
+                outcome.missing[label] = error
                 outcome.runs.pop(label, None)
                 continue
-            outcome.runs.setdefault(label, []).append(run)
-            wrong = answers.contradiction(command.answer, answer, f"{label} in {case}") if command.answer else None
-            if wrong and wrong not in outcome.wrong:
-                outcome.wrong.append(wrong)
-        if warm_up and number == 0:
-            for runs in outcome.runs.values():
-                runs.clear()
+            if number:
+                outcome.runs.setdefault(label, []).append(run)
+            if isinstance(command, Command) and command.answer:
+                known, first = answers.setdefault(command.answer, (answer, f"{label} in {case}"))
+                if answer != known:
+                    outcome.wrong.append(f"WRONG: {label} in {case} says {answer[:64]}, {first} says {known[:64]}")
     return outcome
 
 
 def run_once(command: Command) -> tuple[Run, str]:
     """One run of COMMAND, and the first words of the lines that it printed. Raises FailedError."""
     if shutil.which(command.argv[0]) is None:
-        raise FailedError(f"{command.argv[0]} is not installed")
+        raise FailedError(f"{command.argv[0]} is not installed", absent=True)
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        env = {**os.environ, **command.env}
         start = time.perf_counter()
-        process = subprocess.Popen(command.argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        process = subprocess.Popen(command.argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env)
         timer = threading.Timer(TIMEOUT, os.kill, (process.pid, signal.SIGKILL))
         timer.daemon = True
         timer.start()
@@ -130,9 +118,9 @@ def run_once(command: Command) -> tuple[Run, str]:
         wall = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
         printed, said = _lines(stdout), _lines(stderr)
-    if process.returncode != command.status:
+    if process.returncode:
         raise FailedError(f"status {process.returncode}" + (f": {said[-1][:200]}" if said else ""))
-    if command.says is not None and command.says not in "\n".join(printed):
+    if command.says not in "\n".join(printed):
         raise FailedError(f"does not say '{command.says}'")
     answer = " ".join(line.split()[0] for line in printed)
     return Run(wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024), answer

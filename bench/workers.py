@@ -13,8 +13,8 @@ from imgsum.source import OpenOptions
 def main() -> None:
     """Print the checksum as imgsum does."""
     workers, algorithm, image = sys.argv[1:]
-    how = blkhash.construction("blkhash", algorithm, None)
-    for result in checksum_tasks([Task(image, how, OpenOptions())], OpenOptions(), workers=int(workers)):
+    construction = blkhash.construction("blkhash", algorithm, None)
+    for result in checksum_tasks([Task(image, construction, OpenOptions())], OpenOptions(), workers=int(workers)):
         if isinstance(result, Error):
             sys.exit(str(result))
         print(f"{result.hexdigest}  {result.name}")
