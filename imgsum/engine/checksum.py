@@ -21,7 +21,7 @@ from imgsum.engine.content import (
 )
 from imgsum.engine.pool import Pool, Worker
 from imgsum.errors import ChangedError, Error, MismatchError, ReadError, UsageError, unexpected
-from imgsum.extent import Extent, align, below, coalesce
+from imgsum.extent import Extent, align, below, coalesce, overlay, tile
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import BlkHash, Construction
 from imgsum.hash.blocks import block_digests, digest_of_block
@@ -219,9 +219,16 @@ def _items_since(run: _Run, content: Content, since: Since) -> Iterator[_Item]:
     )
     sample = _Sample(index.data_blocks, since.sample)
     unchanged = below(content.unchanged(index.format, index.evidence, since.bitmap), limit)
-    for start, length, is_known in coalesce(
-        align(unchanged, block_size, 0, content.bound), MAX_ZERO_PART, MAX_ZERO_PART
-    ):
+    # QEMU's bitmaps forget that a disk shrank and grew again. So what certainly is zero does not come from the index.
+    zeros = content.extents(0, content.bound) if since.bitmap is not None else tile((), 0, content.bound)
+    runs = (
+        coalesce(align(extents, block_size, 0, content.bound), MAX_ZERO_PART, MAX_ZERO_PART)
+        for extents in (unchanged, run.count(zeros))
+    )
+    for start, length, (is_known, is_zero) in overlay(*runs):
+        if is_zero:
+            yield _Item(run, length)
+            continue
         if not is_known:
             yield from _items_to_read(run, content, start, start + length)
             continue

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from imgsum.engine.pool import WORKERS, Worker, page_aligned
 from imgsum.errors import OpenError, ReadError, RefusedError
-from imgsum.extent import Extent, overlay, tile
+from imgsum.extent import Extent, tile
 from imgsum.source import Command, Evidence, OpenOptions, Reader, Source, open_source
 from imgsum.source.stream import Stream
 from imgsum.units import GIB, MAX_SIZE, MIB
@@ -198,10 +198,7 @@ class _Range:
             clean = getattr(self._source, "clean", None)
             if clean is None:
                 raise RefusedError("has no dirty bitmaps that are read here: a qcow2 image or an NBD export has")
-            # What certainly is zero need not be reused. QEMU's bitmaps forget that a disk shrank and grew again.
-            zeros = self.extents(self.start, self.bound)
-            both = overlay(tile(clean(bitmap), self.start, self.bound), zeros)
-            return (Extent(start, length, is_clean and not zero) for start, length, (is_clean, zero) in both)
+            return tile(clean(bitmap), self.start, self.bound)
         if any("block_device" in record for record in self.evidence()):
             raise RefusedError("is on a block device, and no time says when that was written to: read it all")
         if image_format == self.format and same_evidence(evidence, self.evidence()):
