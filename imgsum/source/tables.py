@@ -104,11 +104,9 @@ class Entries:
 
     def _load(self, offset: int) -> Table:
         raw = self._read(offset, SLICE)
-        entries = array(self._code[1])
-        entries.frombytes(raw[: len(raw) // self._size * self._size])
-        if (self._code[0] == "<") != (sys.byteorder == "little"):
-            entries.byteswap()
-        return (entries if self._size == 8 else array("Q", entries)), None
+        count = len(raw) // self._size
+        # Widening another array takes three times as long.
+        return array("Q", struct.unpack_from(f"{self._code[0]}{count}{self._code[1]}", raw)), None
 
 
 _SHORT = 32  # entries; runs up to this are found one by one, which takes 1.5 us, where the rest takes 7
