@@ -40,7 +40,7 @@ _FINEST = 64 * KIB
 """Bytes of content. A byte of a bitmap that stands for no more counts as one bit: a block has as much, or more."""
 
 _RUNS_OF_BYTES = re.compile(rb"\x00+|[^\x00]+", re.DOTALL)
-_RUNS_OF_BITS = re.compile(rb"\x00+|\xff+|[^\x00\xff]", re.DOTALL)
+_RUNS_OF_BITS = re.compile("0+|1+")
 
 
 class Bitmap(NamedTuple):
@@ -117,17 +117,20 @@ def clean_extents(read: ReadBytes, header: Header, bitmap: Bitmap) -> Iterator[E
 
 def _extents(bits: bytes, start: int, shift: int, size: int) -> Iterator[Extent]:
     """What BITS say of the content from START, up to SIZE. A byte stands for 1 << SHIFT bytes of content."""
-    by_byte = 1 << shift <= _FINEST
-    for match in (_RUNS_OF_BYTES if by_byte else _RUNS_OF_BITS).finditer(bits):
-        at, first = start + (match.start() << shift), bits[match.start()]
-        if by_byte or first in (0, 255):
-            yield Extent(at, min(match.end() - match.start() << shift, size - at), first == 0)
-            continue
-        for bit in range(8):  # the lowest stands for the first
-            bit_at = at + (bit << shift - 3)
-            if bit_at >= size:
-                return
-            yield Extent(bit_at, min(1 << shift - 3, size - bit_at), not first >> bit & 1)
+    if 1 << shift <= _FINEST:
+        for match in _RUNS_OF_BYTES.finditer(bits):
+            first, end = match.span()
+            at = start + (first << shift)
+            yield Extent(at, min(end - first << shift, size - at), not bits[first])
+        return
+    digits = f"{int.from_bytes(bits, 'little'):0{8 * len(bits)}b}"[::-1]  # the lowest bit stands for the first
+    shift -= 3
+    for run in _RUNS_OF_BITS.finditer(digits):
+        first, end = run.span()
+        at = start + (first << shift)
+        if at >= size:
+            return
+        yield Extent(at, min(end - first << shift, size - at), digits[first] == "0")
 
 
 def _directory(read: ReadBytes, header: Header) -> Iterator[tuple[bytes, tuple[int, ...]]]:
