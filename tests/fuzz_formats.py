@@ -1,4 +1,4 @@
-"""Random VHDs and VDIs against QEMU, for as long as one likes: `python tests/fuzz_formats.py --seconds 600`.
+"""Random VHDs, VHDXs, VMDKs and VDIs against QEMU: `python tests/fuzz_formats.py --seconds 600`.
 
 Three kinds of cases: images that qemu-img and qemu-io made, which must have QEMU's checksum whoever reads them; images
 made by hand, with their content; images with bytes changed, or cut off. The last must end in time with QEMU's
@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import vhdx_build
+import vmdk_build
 from fuzz_qcow2 import MAX_SIZE, WAYS, Outcome, _listed, by_imgsum, by_qemu
 from qcow2_images import MIB, SECTOR, clear, run
 from reference import blkhash
@@ -41,6 +43,8 @@ class Format(NamedTuple):
     """What imgsum refuses and QEMU reads."""
     more_lenient: Sequence[str] = ()
     """What QEMU refuses and imgsum reads."""
+    converted: Sequence[str] = ()
+    """More options, of `qemu-img convert`."""
 
 
 def number(rng: random.Random, bits: int, near: int) -> int:
@@ -179,6 +183,43 @@ FORMATS = {
             r"more than the \d+ of --max-size",
         ),
     ),
+    "vhdx": Format(
+        options=("subformat=dynamic", "subformat=fixed", "block_size=1M", "block_state_zero=off"),
+        damage=vhdx_build.damage,
+        size=vhdx_build.said_size,
+        by_hand=vhdx_build.random_chain,
+        stricter=(
+            r"^truncated",
+            r"too many for its size with --untrusted",
+            r"two region tables disagree|two headers disagree",
+            r"not at a multiple of 1 MiB|which can't be|says of its log|says that it has none|metadata is damaged",
+            r"more than the \d+ of --max-size",
+        ),
+        more_lenient=(),
+    ),
+    "vmdk": Format(
+        options=(
+            "subformat=monolithicSparse", "subformat=monolithicFlat", "subformat=twoGbMaxExtentSparse",
+            "subformat=twoGbMaxExtentFlat", "zeroed_grain=on",
+        ),
+        damage=vmdk_build.damage,
+        size=vmdk_build.said_size,
+        by_hand=vmdk_build.random_chain,
+        stricter=(
+            r"^truncated",
+            r"too many for its size with --untrusted",
+            r"has its content in other files",
+            r"two grain tables disagree|two descriptors that disagree|header and footer disagree",
+            r"line that is not understood|would leave out|extent line that is not as it should be|after a blank line",
+            r"says its size twice|which can't be|entries in a grain table|without a capacity|of version \d",
+            r"is an extent of a VMDK|several extents|is in another place|one of its own files|can't be read",
+            r"with a parent|is a VMDK of a type|descriptor without extents|its CID is not",
+            r"compressed in a way|compressed grain|copied as text|footer is damaged",
+            r"more than the \d+ of --max-size",
+        ),
+        more_lenient=(),
+        converted=("subformat=streamOptimized",) * 3,
+    ),
 }  # fmt: skip
 
 
@@ -200,9 +241,10 @@ def make(name: str, rng: random.Random, directory: Path) -> tuple[Path, list[str
         command = ["qemu-io", "-d", "unmap", "-f", name, *(word for each in operations for word in ("-c", each)), path]
         run(*command)
         story.append(" ".join(map(str, command)))
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 or (FORMATS[name].converted and rng.random() < 0.3):
         copy = directory / f"copy.{name}"
-        story.append(f"qemu-img convert -f {name} -O {name} -o {rng.choice(FORMATS[name].options)} {path} {copy}")
+        options = [*FORMATS[name].options, *FORMATS[name].converted]
+        story.append(f"qemu-img convert -f {name} -O {name} -o {rng.choice(options)} {path} {copy}")
         run(*story[-1].split())
         path = copy
     return path, story
@@ -212,7 +254,7 @@ def read_in_all_ways(path: Path, name: str, right: Outcome, ways: Sequence[dict[
     """What is wrong about imgsum's checksums of a good image, or None."""
     for way in ways:
         ours = by_imgsum(path, name, **way)
-        if ours != right:
+        if ours != right and "has its content in other files, which --untrusted" not in str(ours.error):
             return f"{way}: imgsum: {ours}, right: {right}"
     return None
 

@@ -101,32 +101,33 @@ def test_what_is_not_allocated_is_not_read(convert: Convert, kind: str) -> None:
 def test_a_name_is_a_name(convert: Convert, tmp_path: Path, imgsum: Imgsum, name: str, kind: str) -> None:
     made = convert(kind, "plain")
     made.rename(tmp_path / name)
-    result = imgsum("checksum", "--", name, cwd=tmp_path)
-    if kind == "vmdk-flat" and "\udcff" in name:
-        assert result.status == 2
-        assert "not UTF-8" in result.errors
-    else:
-        assert (result.stdout, result.status) == (os.fsencode(f"{EXPECTED}  {name}\n"), 0)
+    for reader in ("native", "qemu"):
+        result = imgsum("checksum", "--reader", reader, "--", name, cwd=tmp_path)
+        if reader == "qemu" and kind == "vmdk-flat" and "\udcff" in name:
+            assert result.status == 2
+            assert "not UTF-8" in result.errors
+        else:
+            assert (result.stdout, result.status) == (os.fsencode(f"{EXPECTED}  {name}\n"), 0)
 
 
 def test_direct_where_that_is_not_possible(convert: Convert, mounted: Callable[[str], Path]) -> None:
     """A ramfs has no O_DIRECT."""
     disk = mounted("ramfs") / "disk"
-    shutil.copy(convert("vmdk"), disk)
+    shutil.copy(convert("qed"), disk)
     got = checksum(disk, options=OpenOptions(direct=True))
     assert got.hexdigest == EXPECTED
     assert "cache_note" in got.stats.details
 
 
 def test_formats_on_a_block_device(convert: Convert, loop_device: Callable[..., str]) -> None:
-    assert content_of(loop_device(convert("vmdk"))) == EXPECTED
+    assert content_of(loop_device(convert("qed"))) == EXPECTED
 
 
 def test_a_directory_for_sockets_with_a_long_name(convert: Convert, tmp_path: Path) -> None:
     directory = tmp_path / ("d" * 100) / ("e" * 100)
     directory.mkdir(parents=True)
     code = "import imgsum, sys; print(imgsum.checksum(sys.argv[1]).hexdigest)"
-    words = [sys.executable, "-c", code, str(convert("vmdk"))]
+    words = [sys.executable, "-c", code, str(convert("qed"))]
     made = subprocess.run(
         words, check=True, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(directory)}
     )
@@ -213,7 +214,7 @@ def test_encrypted_qcow2(image: Callable[..., Path], tmp_path: Path, imgsum: Img
 
 def test_untrusted(convert: Convert) -> None:
     with pytest.raises(RefusedError, match="--untrusted does not allow"):
-        content_of(convert("vmdk"), format="vmdk", untrusted=True)
+        content_of(convert("qed"), format="qed", untrusted=True)
 
 
 def test_max_size(convert: Convert) -> None:
@@ -237,7 +238,8 @@ def test_truncated_images(convert: Convert, tmp_path: Path, kind: str, missing: 
         assert content_of(disk) == EXPECTED  # nothing of the content is missing
     except TruncatedError:
         return
-    assert missing <= 4096
+    # QEMU, too, reads a VHDX without the end of its last block, which is larger than the rest of the content.
+    assert missing <= 4096 or kind.startswith("vhdx")
 
 
 def cuts(length: int) -> list[int]:
@@ -389,10 +391,10 @@ ddb.adapterType = "ide"
         ('RW 9 FLAT "part" 0', "truncated"),
         ('RW 8 FLAT "part" 1', "truncated"),
         ('RW 8 SPARSE "lure" 0', "without a capacity"),
-        ('RW 8 VMFSSPARSE "cowd"', "of a kind that QEMU may read wrongly"),
-        ('RW 8 SPARSE "cowd"', "of a kind that QEMU may read wrongly"),
-        ('RW 8 SESPARSE "sesparse"', "of a kind that QEMU may read wrongly"),
-        ('RW 8 FLAT "part" 0\nparentFileNameHint="base.vmdk"', "with a parent 'base.vmdk'"),
+        ('RW 8 VMFSSPARSE "cowd"', "truncated"),
+        ('RW 8 SPARSE "cowd"', "truncated"),
+        ('RW 8 SESPARSE "sesparse"', "its extent 'sesparse' is a VMDK .seSparse. of a kind that is not known"),
+        ('RW 8 FLAT "part" 0\nparentFileNameHint="base.vmdk"', "with a parent 'base.vmdk', and says that it has none"),
         ('RW 8 FLAT "part" 0\nparentCID=01234567', "with a parent"),
         ('RW 8 FLAT "part" 0\rRW 8 FLAT "/etc/hostname" 0', "in another place"),
         ('\nRW 8 FLAT "part" 0', "after a blank line"),
@@ -608,12 +610,6 @@ def test_an_overlong_table_again_and_again(tmp_path: Path) -> None:
         inspect(lambda offset, length: data[offset : offset + length], len(data), "qcow")
 
 
-def test_a_vmdk_3() -> None:
-    data = cowd_vmdk()
-    with pytest.raises(RefusedError, match="of a kind that QEMU may read wrongly"):
-        inspect(lambda offset, length: data[offset : offset + length], len(data), "vmdk")
-
-
 def cowd_vmdk() -> bytes:
     """ESX's first sparse kind, with one grain of 4 KiB, all of which is missing."""
     header = struct.pack("<4s10I", b"COWD", 1, 3, 8, 8, 4, 1, 37, 16, 16, 63).ljust(2048, b"\0")
@@ -648,35 +644,6 @@ def test_a_sparse_vmdk_with_a_parent(convert: Convert, line: str) -> None:
     )
     disk.write_bytes(data)
     with pytest.raises(RefusedError, match="with a parent"):
-        content_of(disk)
-
-
-def crc32c(data: bytes | bytearray) -> int:
-    """Castagnoli's, as VHDX has it."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
-def test_a_vhdx_with_a_log_to_replay(convert: Convert) -> None:
-    disk = convert("vhdx")
-    data = bytearray(disk.read_bytes())
-    log_offset = struct.unpack_from("<Q", data, 0x10000 + 72)[0]
-    guid = bytes(range(16))
-    # An entry of the log without descriptors is enough, in a log that both headers call active.
-    entry = bytearray(4096)
-    struct.pack_into("<4sIIIQII16sQQ", entry, 0, b"loge", 0, 4096, 0, 1, 0, 0, guid, len(data), len(data))
-    struct.pack_into("<I", entry, 4, crc32c(entry))
-    data[log_offset : log_offset + 4096] = entry
-    for header in (0x10000, 0x20000):
-        data[header + 48 : header + 64] = guid
-        struct.pack_into("<I", data, header + 4, 0)
-        struct.pack_into("<I", data, header + 4, crc32c(data[header : header + 4096]))
-    disk.write_bytes(data)
-    with pytest.raises(OpenError, match=rf"qemu-nbd: VHDX image file '{disk}' opened read-only, but contains a log"):
         content_of(disk)
 
 
@@ -732,7 +699,7 @@ def test_without_qemu_nbd_nothing_is_made_of_it(convert: Convert, imgsum: Imgsum
 def test_without_libnbd_nothing_is_made_of_it(convert: Convert, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nbd", None)
     with pytest.raises(MissingError, match="python3-libnbd"):
-        content_of(convert("vmdk"))
+        content_of(convert("qed"))
 
 
 # --- the child ------------------------------------------------------------------------------------------------------
@@ -755,7 +722,7 @@ def stopped(convert: Convert, imgsum: Imgsum) -> Callable[..., tuple[Running, in
                 return running, pid
         pytest.fail("qemu-nbd was never seen")
 
-    disk = convert("vmdk", spec="300m:A")
+    disk = convert("qed", spec="300m:A")
     return start
 
 
@@ -797,7 +764,7 @@ def test_what_qemu_nbd_gets(stopped: Callable[..., tuple[Running, int]], tmp_pat
 
 
 def test_nothing_is_left(convert: Convert, no_leak: None, tmp_path: Path) -> None:
-    disk = convert("vmdk")
+    disk = convert("qed")
     assert content_of(disk) == EXPECTED
     (tmp_path / "bad").write_bytes(disk.read_bytes()[:512].ljust(4096, b"\xff"))
     for _ in range(3):

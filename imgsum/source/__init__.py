@@ -422,6 +422,24 @@ def _vhd(file: HostFile, options: OpenOptions) -> Source:
     return open_image(file, options)
 
 
-NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {"qcow2": _qcow2, "vdi": _vdi, "vpc": _vhd}
+def _vhdx(file: HostFile, options: OpenOptions) -> Source:
+    from imgsum.source.vhdx.source import open_image
+
+    return open_image(file, options)
+
+
+def _vmdk(file: HostFile, options: OpenOptions) -> Source:
+    from imgsum.source.vmdk.source import open_image
+
+    return open_image(file, options)
+
+
+NATIVE: dict[str, Callable[[HostFile, OpenOptions], Source]] = {
+    "qcow2": _qcow2,
+    "vdi": _vdi,
+    "vhdx": _vhdx,
+    "vmdk": _vmdk,
+    "vpc": _vhd,
+}
 """Formats that are read without QEMU. An opener takes FILE, and leaves it to the caller when it raises an imgsum.Error:
 NotNativeError for what QEMU must read."""

@@ -1,12 +1,14 @@
-"""Which backing file an image may have: the same rules whoever reads the image."""
+"""Which other files an image may have: the same rules whoever reads the image."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
-from imgsum.errors import RefusedError
+from imgsum.errors import OpenError, RefusedError
 from imgsum.parameters import FORMATS
+from imgsum.source import OpenOptions
 from imgsum.source.file import HostFile
 
 PROTOCOL = re.compile(rb"[^:/]*:")
@@ -41,3 +43,23 @@ def backing_file(recorded: bytes, format_: str | None, image: HostFile, image_fo
             f"the format of the backing file '{name}' is not one that is read here: {format_}", name=image.name
         )
     return os.path.join(os.path.dirname(image.path), name), format_
+
+
+def open_beside(name: str, role: str, image: HostFile, opened: Sequence[HostFile], options: OpenOptions) -> HostFile:
+    """The file NAME in IMAGE's directory, which is the ROLE of IMAGE: `extent` or `parent`. It is none of OPENED.
+
+    Raises RefusedError for any other place: it may be any file of this host (CVE-2022-47951). OpenError.
+    """
+    if not name or "/" in name or "\\" in name or ":" in name or "\0" in name or name in (".", ".."):
+        raise RefusedError(f"its {role} is in another place: '{name}' (only a file beside it is read)")
+    path = os.path.join(os.path.dirname(image.path), name)
+    if os.path.islink(path):
+        raise RefusedError(f"its {role} is in another place: '{name}' is a symbolic link")
+    try:
+        file = HostFile(path, f"{opened[0].name}: {role} {name}", options)
+    except OpenError as error:
+        raise OpenError(f"its {role} '{name}' can't be read: {error.reason}") from error
+    if any(file.identity == other.identity for other in opened):
+        file.close()
+        raise RefusedError(f"its {role} '{name}' is one of its own files")
+    return file

@@ -138,6 +138,42 @@ def _inflate_with(library: Any, window_bits: int, stored: Iterable[memoryview], 
     raise EndsEarlyError
 
 
+def inflate_all(stored: Stored, cluster: memoryview) -> int:
+    """A whole zlib stream, with its checksum, into CLUSTER. Returns how many bytes that are. Raises FormatError.
+
+    It may not be longer than CLUSTER. Safe from any thread.
+    """
+    library = _import_inflate()
+    try:
+        return _inflate_all_with(library, stored(), cluster)
+    except library.error:  # as in inflater()
+        try:
+            return _inflate_all_with(zlib, stored(), cluster)
+        except zlib.error as problem:
+            raise FormatError(f"compressed grain: {problem}") from problem
+
+
+def _inflate_all_with(library: Any, stored: Iterable[memoryview], cluster: memoryview) -> int:
+    stream = library.decompressobj(15)
+    done, size = 0, len(cluster)
+    for piece in stored:
+        for at in range(0, len(piece), _INFLATE_STEP):
+            rest: bytes | memoryview = piece[at : at + _INFLATE_STEP]
+            while True:
+                want = min(size - done, _INFLATE_STEP) or 1  # one more than fits shows that it is too long
+                output = stream.decompress(rest, want)
+                if len(output) > size - done:
+                    raise FormatError("compressed grain: the data is longer than a grain")
+                cluster[done : done + len(output)] = output
+                done += len(output)
+                if stream.eof:
+                    return done
+                if len(output) < want:
+                    break  # it has eaten this part
+                rest = stream.unconsumed_tail
+    raise EndsEarlyError
+
+
 def zstd_decompressor(max_frames: int = MAX_FRAMES) -> Decompress:
     """What decompresses zstd, at most MAX_FRAMES frames for a cluster, safe from any thread. Raises MissingError."""
     zstd = _import_zstd()

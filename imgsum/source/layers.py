@@ -50,7 +50,9 @@ class Run(NamedTuple):
 class Runs(Protocol):
     """What a layer says of its content. Safe from any thread."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """Bytes of content."""
 
     def runs(self, start: int, end: int) -> Iterable[Run]:
         """The runs of START..END, not empty, in order, tiling it. What lies past the size is ZERO.
@@ -70,8 +72,8 @@ class Layer(Runs, Protocol):
     def cluster_size(self) -> int:
         """Bytes of content that are compressed together, from each multiple of it; 0 where none are compressed."""
 
-    def decompress(self) -> Decompress:
-        """What decompresses this image's clusters, safe from any thread. Imported when there is one."""
+    def decompress(self, at: int) -> Decompress:
+        """What decompresses the cluster AT an offset, safe from any thread. Imported when there is one."""
 
 
 class Uncompressed:
@@ -79,7 +81,7 @@ class Uncompressed:
 
     cluster_size = 0
 
-    def decompress(self) -> Decompress:
+    def decompress(self, at: int) -> Decompress:
         """See Layer."""
         raise NotImplementedError
 
@@ -158,14 +160,14 @@ class LayeredSource:
         self.size = layers[0].size
         self.note = note
         """What a user should know of the value."""
-        self._layers = layers
-        self._files = files
+        self.layers = layers
+        self.files = files
         self._holes = [[Holes(file) for file in layer.files] for layer in layers]
         self._whole = WholeClusters()
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
         """See Source. Zero: what is marked so, what nothing is allocated for, and data in holes of its file."""
-        for depth, run in resolve(self._layers, start, start + length):
+        for depth, run in resolve(self.layers, start, start + length):
             if run.kind == DATA:
                 shift = run.start - run.host
                 for extent in self._holes[depth][run.file].extents(run.host, run.length):
@@ -175,23 +177,23 @@ class LayeredSource:
 
     def reader(self) -> LayeredReader:
         """See Source."""
-        return LayeredReader(self._layers, self._whole)
+        return LayeredReader(self.layers, self._whole)
 
     def check_unchanged(self) -> None:
         """See Source. Each file of the chain."""
-        for file in self._files:
+        for file in self.files:
             file.check_unchanged()
 
     def details(self) -> dict[str, object]:
         """See Source."""
-        details = cache_details(self._files[0])
-        if len(self._files) > 1:
-            details["files"] = len(self._files)
+        details = cache_details(self.files[0])
+        if len(self.files) > 1:
+            details["files"] = len(self.files)
         return details
 
     def close(self) -> None:
         """See Source."""
-        for file in self._files:
+        for file in self.files:
             file.close()
 
 
@@ -267,7 +269,7 @@ class LayeredReader:
                 return (at_once[run.host - low : run.host - low + run.stored],)
 
             try:
-                layer.decompress()(stored, clusters[number * size : (number + 1) * size])
+                layer.decompress(run.start // size * size)(stored, clusters[number * size : (number + 1) * size])
             except Error as error:
                 if isinstance(error, EndsEarlyError) and run.host + run.stored > file.size:
                     error = TruncatedError(f"truncated: the file ends at byte {file.size}, in a compressed cluster")

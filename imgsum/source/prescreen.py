@@ -1,7 +1,7 @@
 """What is looked at in an image before QEMU may open it: what QEMU would read wrongly, or follow to other files.
 
 QEMU's drivers skip what they don't understand of some formats, without an error: a checksum of that would be wrong.
-Facts are from QEMU's block/qed.c, qcow.c, vhdx.c and parallels.c, and from the specifications that they name.
+Facts are from QEMU's block/qed.c, qcow.c and parallels.c, and from the specifications that they name.
 Where a container says its size twice, docs/formats.md has the rules.
 """
 
@@ -11,9 +11,10 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
-from imgsum.source import ReadBytes, detect, dmg, vmdk
-from imgsum.source.reach import check_reach, vhdx_metadata
+from imgsum.errors import FormatError, RefusedError
+from imgsum.source import ReadBytes, detect, dmg
+from imgsum.source.file import HostFile
+from imgsum.source.reach import check_reach
 from imgsum.units import KIB
 
 
@@ -24,8 +25,8 @@ class Links(NamedTuple):
     backing_format: str | None = None
     encryption: str | None = None
     """None, `aes` or `luks`."""
-    extents: tuple[VmdkExtent, ...] = ()
-    """The files with the content of a VMDK whose own file is only a descriptor."""
+    files: tuple[HostFile, ...] = ()
+    """Other files that have its content, beside it."""
     size: int | None = None
     """Bytes of content, where QEMU might have another opinion."""
     note: str | None = None
@@ -34,20 +35,7 @@ class Links(NamedTuple):
     """Options of QEMU's driver."""
 
 
-class VmdkExtent(NamedTuple):
-    """A file beside a VMDK descriptor."""
-
-    name: str
-    sparse: bool
-    """It has tables of its own: see inspect_extent()."""
-    needs: int
-    """Bytes that it must have, as far as the descriptor says so."""
-    sectors: int = 0
-    """Its size by the descriptor."""
-    is_last: bool = True
-
-
-_MAGIC = ("bochs", "cloop", "parallels", "qcow", "qcow2", "qed", "vhdx")
+_MAGIC = ("bochs", "cloop", "parallels", "qcow", "qcow2", "qed")
 """Formats that nothing but their beginning tells."""
 
 
@@ -65,37 +53,10 @@ def inspect(read: ReadBytes, size: int, format_name: str, allocated: int | None 
     return links
 
 
-def inspect_extent(read: ReadBytes, size: int, extent: VmdkExtent, allocated: int | None = None) -> None:
-    """As inspect(), for a file beside a VMDK descriptor: it may not lead anywhere else."""
-    if size < extent.needs:
-        raise TruncatedError(f"truncated: '{extent.name}' has {size} of {extent.needs} bytes")
-    if not extent.sparse:
-        return
-    try:
-        header = _sparse_vmdk(read, size)
-        vmdk.check_capacity(extent.sectors, header, is_last=extent.is_last)
-        check_reach(read, size, "vmdk", allocated)
-    except Error as error:
-        error.reason = f"its extent '{extent.name}' {error.reason}"
-        raise
-
-
 def _dmg(read: ReadBytes, size: int) -> Links:
     trailer = dmg.read_trailer(read, size)
     dmg.check_chunks(read, trailer)
     return Links(size=trailer.sectors * 512)
-
-
-def _vhdx(read: ReadBytes, size: int) -> Links:
-    first, second = (read(at * KIB, 64 * KIB) for at in (192, 256))
-    if second.startswith(b"regi") and first.startswith(b"regi") and first != second:
-        raise FormatError("is a VHDX whose two region tables disagree")
-    parameters = vhdx_metadata(read)
-    if parameters and int.from_bytes(read(parameters + 4, 4), "little") & 2:
-        raise RefusedError(
-            "is a differencing VHDX: its parent has the rest of its content (merge it with its parent first)"
-        )
-    return Links()
 
 
 def _parallels(read: ReadBytes, size: int) -> Links:
@@ -160,59 +121,6 @@ def _qcow2(read: ReadBytes, size: int) -> Links:
     return Links(header.backing_file, header.backing_format, {0: None, 1: "aes", 2: "luks"}[header.crypt_method])
 
 
-# --- VMDK -----------------------------------------------------------------------------------------------------------
-
-
-def _vmdk(read: ReadBytes, size: int) -> Links:
-    if read(0, 4) in (vmdk.KDMV, b"COWD"):
-        header = _sparse_vmdk(read, size)
-        if not header.descriptor or read(header.descriptor * vmdk.SECTOR, 1) in (b"", b"\0"):
-            raise RefusedError("is an extent of a VMDK: name the .vmdk file that lists its extents, a text, instead")
-        return Links(size=header.capacity * vmdk.SECTOR)
-    descriptor = vmdk.parse_descriptor(read(0, vmdk.DESCRIPTOR_LIMIT))
-    _refuse_parent(descriptor)
-    if not descriptor.extents:
-        raise FormatError("is a VMDK descriptor without extents")
-    extents = []
-    for number, extent in enumerate(descriptor.extents, 1):
-        name = extent.name
-        if extent.access != "RW":
-            raise RefusedError(
-                f"is a VMDK with an extent that QEMU would leave out, as it is {extent.access}: '{name}'"
-            )
-        # The image's own files lie beside it. Anything else may be any file of this host (CVE-2022-47951).
-        if "/" in name or ":" in name or name in (".", "..") or "\0" in name:
-            raise RefusedError(f"is a VMDK whose content is in another place: '{name}'")
-        needs = (extent.offset + extent.sectors) * vmdk.SECTOR if extent.is_flat() else 0
-        is_last = number == len(descriptor.extents)
-        extents.append(VmdkExtent(name, not extent.is_flat(), needs, extent.sectors, is_last))
-    return Links(extents=tuple(extents))
-
-
-def _sparse_vmdk(read: ReadBytes, size: int) -> vmdk.SparseHeader:
-    """A VMDK that holds its content, and mostly its descriptor too, of which QEMU uses only the parent."""
-    if read(0, 4) != vmdk.KDMV:
-        # COWD and SESPARSE: ESXi's, mostly snapshots. QEMU does not look at their parents.
-        raise RefusedError("is a VMDK of a kind that QEMU may read wrongly: vmfsSparse or seSparse (convert it first)")
-    header = vmdk.sparse_header(read, size)
-    if header.capacity == 0:
-        # QEMU takes its descriptor for that of a split image, whose extents are any files of this host.
-        raise RefusedError("is a VMDK without a capacity, whose content would be in other files")
-    for descriptor in vmdk.embedded_descriptors(read, header):
-        _refuse_parent(descriptor)
-        if len(descriptor.extents) > 1:
-            raise RefusedError("is a VMDK of several extents, of which this file is one")
-        for extent in descriptor.extents:
-            vmdk.check_capacity(extent.sectors, header, is_last=True)
-    return header
-
-
-def _refuse_parent(descriptor: vmdk.Descriptor) -> None:
-    if descriptor.has_parent:
-        where = f" '{descriptor.parent}'" if descriptor.parent else ""
-        raise RefusedError(f"is a VMDK with a parent{where}, without which it is not whole (merge the two first)")
-
-
 _INSPECTORS: dict[str, Callable[[ReadBytes, int], Links]] = {
     "bochs": _bochs,
     "dmg": _dmg,
@@ -220,6 +128,4 @@ _INSPECTORS: dict[str, Callable[[ReadBytes, int], Links]] = {
     "qcow": _qcow,
     "qcow2": _qcow2,
     "qed": _qed,
-    "vhdx": _vhdx,
-    "vmdk": _vmdk,
 }

@@ -15,8 +15,9 @@ from imgsum.extent import Extent
 from imgsum.source import NATIVE, Command, OpenOptions, Reader
 from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_details
+from imgsum.source.layers import LayeredSource
 from imgsum.source.nbd.source import MAX_CONNECTIONS, NbdSource
-from imgsum.source.prescreen import Links, inspect, inspect_extent
+from imgsum.source.prescreen import Links, inspect
 from imgsum.source.server import Server
 from imgsum.source.vhd import DIFFERENCING, read_footer
 
@@ -214,7 +215,7 @@ class _Image:
                 self.size, self.note = links.size, links.note
             # Through /proc QEMU opens the very file that was looked at, and no name is taken for a protocol. But
             # the files that a VMDK descriptor names are looked for beside it, so that one goes by its path.
-            name = f"/proc/self/fd/{fd}" if not links.extents else self._path_beside_extents(file, links)
+            name = f"/proc/self/fd/{fd}" if not links.files else self._path_beside(file, links.files)
             driver = "host_device" if file.is_block_device else "file"
             node: dict[str, Any] = {"driver": format_name, "file": {"driver": driver, "filename": name}}
             node.update(links.driver_options)
@@ -229,7 +230,7 @@ class _Image:
         return node
 
     def _inspect(self, file: HostFile, format_name: str) -> Links:
-        if format_name not in ("vdi", "vpc"):
+        if format_name not in ("vdi", "vhdx", "vmdk", "vpc"):
             return inspect(file.read_bytes, file.size, format_name, _allocated(file))
         driver_options: tuple[tuple[str, str], ...] = ()
         if format_name == "vpc":
@@ -239,9 +240,15 @@ class _Image:
             # QEMU knows some creators, and others with each version: it is told.
             driver_options = (("force_size_calc", "chs" if footer.uses_geometry() else "current_size"),)
         source = NATIVE[format_name](file, self._options)
+        assert isinstance(source, LayeredSource)
+        others = tuple(source.files[1:])
+        for other in others:
+            self._stack.callback(other.close)
+        if len(source.layers) > 1:
+            raise RefusedError("has a parent, which only imgsum's own reader follows (--reader native)")
         for _ in source.extents(0, source.size):
             pass  # what imgsum's own reader refuses, QEMU may read wrongly
-        return Links(size=source.size, note=getattr(source, "note", None), driver_options=driver_options)
+        return Links(size=source.size, note=source.note, driver_options=driver_options, files=others)
 
     def _backing(self, file: HostFile, image_format: str, links: Links) -> dict[str, Any]:
         path, format_name = backing_file(links.backing_file or b"", links.backing_format, file, image_format)
@@ -251,18 +258,11 @@ class _Image:
             raise OpenError(f"its backing file '{path}' can't be read: {error.reason}") from error
         return self.node(backing, format_name)
 
-    def _path_beside_extents(self, file: HostFile, links: Links) -> str:
+    def _path_beside(self, file: HostFile, others: Sequence[HostFile]) -> str:
+        """FILE's path, for an image that has its content in OTHERS."""
         path = os.path.abspath(file.path)
-        for extent in links.extents:
-            beside = os.path.join(os.path.dirname(path), extent.name)
-            if os.path.islink(beside):
-                raise RefusedError(f"is a VMDK whose content is in another place: '{extent.name}' is a symbolic link")
-            try:
-                part = self._open(beside)
-            except Error as error:
-                raise OpenError(f"its extent '{extent.name}' can't be read: {error.reason}") from error
-            self._keep(part)
-            inspect_extent(part.read_bytes, part.size, extent, _allocated(part))
+        for other in others:
+            self._keep(other)
         try:
             path.encode()
         except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """Whether an image's file has all that its tables refer to: QEMU takes what a file lacks for zeros, and says nothing.
 
 For the formats that QEMU reads for us, and only as far as that takes: the data that lies last in the file. Layouts are
-from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c, qed.h, vhdx.h and vmdk.c.
+from QEMU's block/bochs.c, cloop.c, dmg.c, parallels.c, qcow.c and qed.h.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from imgsum.errors import FormatError, RefusedError, TruncatedError
 from imgsum.source import ReadBytes
-from imgsum.source.vmdk import KDMV, sparse_header
 from imgsum.units import KIB, MIB
 
 _PART = 64 * KIB  # bytes of a table that are read at a time
@@ -92,25 +91,6 @@ def _cloop(read: ReadBytes, size: int) -> int:
     return max(table_end, int.from_bytes(read(table_end - 8, 8), "big"))
 
 
-def _vmdk(read: ReadBytes, size: int) -> int:
-    if read(0, 4) != KDMV:  # a descriptor, or refused
-        return 0
-    header = sparse_header(read, size)
-    grain, grains = header.grain, -(-header.capacity // header.grain) if header.grain else 0
-    if not (grains and header.per_table):
-        return 0
-    directory = _nonzero(read, header.directory * 512, -(-grains // header.per_table), "I")
-    tables = ((index, entry * 512) for index, entry in directory)
-    last = _last_of_tables(read, tables, header.per_table, "I", grains)
-    if last is None:
-        return 0
-    at = last.entry * 512
-    if header.flags & 1 << 16:  # compressed: a length, and then as many bytes
-        marker = read(at, 12)
-        return at + 12 + (int.from_bytes(marker[8:], "little") if len(marker) == 12 else 0)
-    return at + min(grain, header.capacity - last.number * grain) * 512
-
-
 def _qed(read: ReadBytes, size: int) -> int:
     header = _header(read, 64)
     cluster, table = struct.unpack_from("<II", header, 4)
@@ -153,45 +133,6 @@ def _parallels(read: ReadBytes, size: int) -> int:
     unit = tracks if header.startswith(b"WithouFreSpacExt") else 1
     last = _last(read, 64, min(entries, -(-sectors // tracks)), "I")
     return 0 if last is None else (last.entry * unit + int(min(tracks, sectors - last.number * tracks))) * 512
-
-
-def _vhdx(read: ReadBytes, size: int) -> int:
-    bat = _vhdx_regions(read).get(bytes.fromhex(_VHDX_BAT))
-    parameters = vhdx_metadata(read)
-    if not (bat and parameters):
-        return 0
-    block = int.from_bytes(read(parameters, 4), "little")
-    present = (entry for _, entry in _nonzero(read, bat[0], bat[1] // 8, "Q") if entry & 7 in (6, 7))
-    last = max(present, default=0) >> 20 << 20  # a multiple of 1 MiB; the rest is its state
-    return last + block if last else 0
-
-
-def vhdx_metadata(read: ReadBytes) -> int:
-    """Where in the file a VHDX's file parameters are: its block size and its flags. 0: nowhere."""
-    metadata = _vhdx_regions(read).get(bytes.fromhex(_VHDX_METADATA))
-    if not metadata:
-        return 0
-    items = _vhdx_table(read(metadata[0], 64 * KIB), b"metadata", 10, 32, "<II")
-    parameters = items.get(bytes.fromhex(_VHDX_PARAMETERS))
-    return metadata[0] + parameters[0] if parameters else 0
-
-
-def _vhdx_regions(read: ReadBytes) -> dict[bytes, tuple[int, int]]:
-    return _vhdx_table(read(192 * KIB, 64 * KIB), b"regi", 8, 16, "<QI")
-
-
-_VHDX_BAT = "6677c22d23f600429d64115e9bfd4a08"
-_VHDX_METADATA = "06a27c8b90479a4bb8fe575f050f886e"
-_VHDX_PARAMETERS = "3767a1ca36fa434db3b633f0aa44e76b"
-
-
-def _vhdx_table(raw: bytes, magic: bytes, count_at: int, entries_at: int, fields: str) -> dict[bytes, tuple[int, int]]:
-    """Two numbers for each GUID in one of VHDX's tables; nothing where there is no such table."""
-    if not raw.startswith(magic) or len(raw) < 64 * KIB:
-        return {}
-    count = min(int.from_bytes(raw[count_at : count_at + 2], "little"), 2047)
-    places = range(entries_at, entries_at + 32 * count, 32)
-    return {raw[at : at + 16]: struct.unpack_from(fields, raw, at + 16) for at in places if at + 32 <= len(raw)}
 
 
 def _last_of_tables(
@@ -272,6 +213,4 @@ _REACH: dict[str, Callable[[ReadBytes, int], int]] = {
     "parallels": _parallels,
     "qcow": _qcow,
     "qed": _qed,
-    "vhdx": _vhdx,
-    "vmdk": _vmdk,
 }

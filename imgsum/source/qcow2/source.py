@@ -42,7 +42,7 @@ class _Qcow2Layer:
         self._max_frames = max_frames
         self._decompress: Decompress | None = None
 
-    def decompress(self) -> Decompress:
+    def decompress(self, at: int) -> Decompress:
         """See Layer."""
         if self._decompress is None:
             zstd = self.header.compression == ZSTD
@@ -62,7 +62,7 @@ class Qcow2Source(LayeredSource):
         """See Source. The bitmap is the image's own: those of its backing files say nothing of what is on top."""
         if self._options.snapshot is not None:
             raise RefusedError("a bitmap says what was written to the disk, and nothing of a snapshot")
-        image = self._layers[0]
+        image = self.layers[0]
         assert isinstance(image, _Qcow2Layer)
         read, header = image.file.read_bytes, image.header
         return clean_extents(read, header, find_bitmap(read, header, os.fsencode(bitmap)))
