@@ -15,7 +15,7 @@ import reference
 from conftest import Imgsum, find_tool
 
 from imgsum import OpenOptions, checksum
-from imgsum.errors import Error, MissingError, RefusedError
+from imgsum.errors import Error, FormatError, MissingError, RefusedError
 from imgsum.source.detect import detect, not_a_disk
 
 HEADS = [
@@ -103,7 +103,18 @@ def test_never_the_containers_bytes(magic: bytes, name: str, size: int, tmp_path
     assert (result.hexdigest, result.format) == (reference.blkhash(content), "raw")
 
 
-@pytest.mark.parametrize(("magic", "name"), [pair for pair in HEADS if pair[1] != "qcow2"] + TAILS)
+NATIVE = ("qcow2", "vdi", "vhdx", "vmdk", "vpc")
+
+
+@pytest.mark.parametrize(("magic", "name"), [pair for pair in HEADS + TAILS if pair[1] in NATIVE])
+def test_what_only_begins_as_a_container_is_an_error(magic: bytes, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(4096 * ((magic, name) in TAILS)) + magic.ljust(512, b"\0"))
+    with pytest.raises((FormatError, RefusedError)):
+        checksum(path)
+
+
+@pytest.mark.parametrize(("magic", "name"), [pair for pair in HEADS + TAILS if pair[1] not in NATIVE])
 def test_without_qemu_nbd_the_format_and_the_package_are_named(
     magic: bytes, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
