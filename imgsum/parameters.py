@@ -61,6 +61,9 @@ FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", 
 OPERANDS = ("bmap",)
 """What -f takes besides: what stands for an image, and has no content of its own. Never a backing file's format."""
 
+COMPRESSED_FORMATS = ("raw.bz2", "raw.gz", "raw.lz4", "raw.lzma", "raw.xz", "raw.zst")
+"""Raw images in compressed files."""
+
 CONSTRUCTIONS = ("blkhash", "imageio")
 READERS = ("auto", "native", "qemu")
 

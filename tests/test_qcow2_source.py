@@ -336,7 +336,7 @@ class TestCompressed:
 class TestZstd:
     @pytest.fixture(autouse=True)
     def _zstd(self) -> None:
-        self.zstd = compressed._import_zstd()
+        self.zstd = compressed.import_zstd()
 
     def written(self, data: bytes, cut: int | None = None) -> Path:
         fields = {"incompatible_features": 8, "header_length": 112, "tail": b"\1" + bytes(7)}

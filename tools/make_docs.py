@@ -15,7 +15,7 @@ from imgsum import __version__
 from imgsum.commands import COMMANDS
 from imgsum.commands import parser as parsers
 from imgsum.hash import algorithms
-from imgsum.parameters import FORMATS
+from imgsum.parameters import COMPRESSED_FORMATS, FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,7 +131,7 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
         elif not action.option_strings or action.dest in parsers.TAKE_A_FILE:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads it
         elif action.dest in ("format", "second_format"):
-            action.choices = FORMATS
+            action.choices = FORMATS + COMPRESSED_FORMATS
         elif action.dest == "algorithm":
             names = {
                 algorithms.canonical(name) for name in hashlib.algorithms_guaranteed if not name.startswith("shake")

@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--second-format",
         metavar="FORMAT",
         type=format_name,
-        choices=parameters.FORMATS,
+        choices=parameters.FORMATS + parameters.COMPRESSED_FORMATS,
         help="the second image's format, instead of detecting it",
     )
     add_output(parser.add_argument_group("output"), quiet="print nothing: the status says it")

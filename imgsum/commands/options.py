@@ -31,7 +31,7 @@ class Names:
 IMAGE_HELP = "a file, a block device, an NBD URI, a command in brackets, or - for standard input"
 
 SOURCES = """\
-an IMAGE is a file or block device of any format that is read, an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
+an IMAGE is a file or block device of any format that is read (raw images also as .xz, .gz, .zst ...), an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
 nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
 standard input"""
 
@@ -91,7 +91,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "--format",
         metavar="FORMAT",
         type=format_name,
-        choices=parameters.FORMATS + parameters.OPERANDS,
+        choices=parameters.FORMATS + parameters.COMPRESSED_FORMATS + parameters.OPERANDS,
         help="the image's format, instead of detecting it; raw parses no header",
     )
     group.add_argument(
@@ -143,6 +143,13 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         help="how long an NBD server may take to answer a request (default: forever)",
     )
+    group.add_argument(
+        "--max-memory",
+        metavar="SIZE",
+        type=_size(parameters.SIZE),
+        default=256 * MIB,
+        help="what decompressing a file may take for dictionaries and blocks (default: 256m)",
+    )
     trust = parser.add_argument_group("untrusted images")
     trust.add_argument(
         "--untrusted",
@@ -187,6 +194,7 @@ def open_options(arguments: Arguments) -> OpenOptions:
         io_timeout=arguments.io_timeout,
         untrusted=arguments.untrusted,
         max_size=arguments.max_size,
+        max_memory=arguments.max_memory,
         offset=arguments.offset,
         length=arguments.length,
         own_descriptors=False,

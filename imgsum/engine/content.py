@@ -13,7 +13,7 @@ from imgsum.engine.pool import WORKERS, Worker, page_aligned
 from imgsum.errors import OpenError, ReadError, RefusedError
 from imgsum.extent import Extent, tile
 from imgsum.source import Command, Evidence, OpenOptions, Reader, Source, open_source
-from imgsum.source.stream import Stream
+from imgsum.source.stream import Sequential
 from imgsum.units import GIB, MAX_SIZE, MIB
 
 MAX_ZERO_PART = 4 * GIB
@@ -127,7 +127,7 @@ def open_content(image: str | Command, options: OpenOptions, block_size: int = 1
     """
     source = open_source(image, options)
     try:
-        if isinstance(source, Stream):
+        if isinstance(source, Sequential):
             return _Streamed(source, options, block_size)
         return _Range(source, options, block_size)
     except BaseException:
@@ -244,7 +244,7 @@ class _Streamed:
     The number of buffers bounds what is in flight.
     """
 
-    def __init__(self, stream: Stream, options: OpenOptions, block_size: int) -> None:
+    def __init__(self, stream: Sequential, options: OpenOptions, block_size: int) -> None:
         self.format = stream.format
         self.check_unchanged = stream.check_unchanged
         self.details = stream.details

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from imgsum.errors import Error, NotNativeError, OpenError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.parameters import (
+    COMPRESSED_FORMATS,
     CONNECTIONS,
     FLAG,
     FORMATS,
@@ -31,7 +32,7 @@ from imgsum.units import MIB, TIB
 
 if TYPE_CHECKING:
     from imgsum.source.file import HostFile
-    from imgsum.source.stream import Stream
+    from imgsum.source.stream import Sequential, Stream
 
 UNTRUSTED_MAX_SIZE = TIB
 """Bytes of content of a stranger's image, unless --max-size says otherwise: an empty one takes 0.3 s. An image of a few
@@ -47,7 +48,8 @@ class _OpenOptions(NamedTuple):
     """The fields of OpenOptions."""
 
     format: str | None = None
-    """The image's format; None detects it. Never overruled: with `raw` no header is parsed."""
+    """The image's format, one of FORMATS and COMPRESSED_FORMATS; None detects it. Never overruled: with `raw` no header
+    is parsed."""
     direct: bool = False
     """-T none: read with O_DIRECT where the file system can."""
     force_share: bool = False
@@ -80,6 +82,8 @@ class _OpenOptions(NamedTuple):
     """Where the range that is read begins, in bytes."""
     length: int | None = None
     """Bytes of that range; None: to the end."""
+    max_memory: int = 256 * MIB
+    """Bytes that decompressing a file (raw.xz and the like) may take for dictionaries and blocks."""
     own_descriptors: bool = True
     """/dev/fd/N may be a descriptor that this process opened. Not so in the command, where it would be an image's."""
 
@@ -108,10 +112,10 @@ class OpenOptions(_OpenOptions):
         require(FLAG, untrusted=self.untrusted, own_descriptors=self.own_descriptors)
         require(choice(READERS), reader=self.reader)
         require(REQUEST_SIZE, request_size=self.request_size)
-        require(SIZE, queue_size=self.queue_size, offset=self.offset)
+        require(SIZE, queue_size=self.queue_size, offset=self.offset, max_memory=self.max_memory)
         require(TIMEOUT, connect_timeout=self.connect_timeout)
         for rule, name in (
-            (choice(FORMATS + OPERANDS), "format"),
+            (choice(FORMATS + COMPRESSED_FORMATS + OPERANDS), "format"),
             (SIZE, "max_size"),
             (CONNECTIONS, "connections"),
             (TIMEOUT, "io_timeout"),
@@ -248,7 +252,7 @@ class Source(Protocol):
     #     is not there, or says nothing that counts.
 
 
-def open_source(image: str | Command, options: OpenOptions) -> Source | Stream:
+def open_source(image: str | Command, options: OpenOptions) -> Source | Sequential:
     """Open IMAGE: a path, `-`, an NBD URI, or a command that serves NBD. Raises an imgsum.Error.
 
     A path is a path, whatever it looks like: only the six schemes of NBD URIs are taken for anything else.
@@ -277,7 +281,7 @@ def refuse_larger(size: int, options: OpenOptions) -> None:
         raise RefusedError(f"has {size} bytes of content, more than the {options.max_size} of --max-size")
 
 
-def _open(image: str | Command, options: OpenOptions) -> Source | Stream:
+def _open(image: str | Command, options: OpenOptions) -> Source | Sequential:
     if isinstance(image, Command):
         from imgsum.source.qemu import open_command
 
@@ -298,6 +302,8 @@ def _open(image: str | Command, options: OpenOptions) -> Source | Stream:
     if is_stream(image):
         from imgsum.source.stream import Stream
 
+        if options.format in COMPRESSED_FORMATS:
+            return _open_compressed(Stream(image, options._replace(max_size=None)), options, None)
         if options.format not in (None, "raw"):
             raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
         return Stream(image, options)
@@ -366,17 +372,35 @@ def is_bmap(image: str | Command, options: OpenOptions) -> bool:
     return True
 
 
-def _open_file(path: str, options: OpenOptions) -> Source:
+def _open_compressed(file: HostFile | Stream, options: OpenOptions, found: str | None) -> Sequential:
+    """What is in FILE, which is compressed as its name and head say (FOUND), or as the format of OPTIONS does."""
+    from imgsum.source.decompress import Decompressed
+
+    compression = found or (options.format or "").removeprefix("raw.")
+    try:
+        if options.snapshot is not None:
+            raise UsageError("a raw image has no snapshots")
+        return Decompressed(file, options, compression, given=found is None)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open_file(path: str, options: OpenOptions) -> Source | Sequential:
     from imgsum.source import detect
     from imgsum.source.file import HostFile, RawSource
 
     if is_bmap(path, options):
         raise UsageError("is a bmap, which has digests of parts of an image: `imgsum compare` verifies an image by it")
     file = HostFile(path, path, options)
+    if options.format in COMPRESSED_FORMATS:
+        return _open_compressed(file, options, None)
     try:
         name = options.format
         if name is None:
             head = file.read_bytes(0, detect.HEAD_SIZE)
+            if compression := detect.named_compression(path, head):
+                return _open_compressed(file, options, compression)
             name = detect.detect(head, file.read_bytes(max(0, file.size - detect.TAIL_SIZE), detect.TAIL_SIZE))
             reason = detect.not_as_named(path, name) if name != "raw" else detect.not_a_disk(head, path)
             if reason is not None:

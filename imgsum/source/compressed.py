@@ -176,7 +176,7 @@ def _inflate_all_with(library: Any, stored: Iterable[memoryview], cluster: memor
 
 def zstd_decompressor(max_frames: int = MAX_FRAMES) -> Decompress:
     """What decompresses zstd, at most MAX_FRAMES frames for a cluster, safe from any thread. Raises MissingError."""
-    zstd = _import_zstd()
+    zstd = import_zstd()
     options = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
     _keep_freed_blocks()
 
@@ -240,7 +240,8 @@ def _import_inflate() -> Any:
     return isal_zlib
 
 
-def _import_zstd() -> Any:
+def import_zstd() -> Any:
+    """The library. Raises MissingError."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd

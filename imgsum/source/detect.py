@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 
+from imgsum.errors import FormatError
+
 HEAD_SIZE = TAIL_SIZE = 512
 
 
@@ -35,13 +37,26 @@ _ENDS = ((b"conectix", "vpc"), (b"koly", "dmg"))
 _VMDK_DESCRIPTOR = re.compile(rb"(?:#[^\n]*\n|[ \r]*\n)*version=[123]\r?\n")
 
 
-# Compressed data, and what writes the decompressed data to standard output.
+COMPRESSIONS = {
+    "bz2": ((".bz2",), "bzip2 -dc"),
+    "gz": ((".gz",), "gzip -dc"),
+    "lz4": ((".lz4",), "lz4 -dc"),
+    "lzma": ((".lzma",), "xz --format=lzma -dc"),
+    "xz": ((".xz",), "xz -dc"),
+    "zst": ((".zst", ".zstd"), "zstd -dc"),
+}
+"""Compressed data that is read as what is in it: how names end, and what writes the content to standard output."""
+
 _COMPRESSED = (
-    (b"\x1f\x8b\x08", "gzip -dc"),
+    (b"\x1f\x8b\x08", "gz"),
+    (b"\xfd7zXZ\0", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zst"),
+    (b"\x04\x22\x4d\x18", "lz4"),
+)
+
+# Other compressed data, and what writes the decompressed data to standard output.
+_OTHERS = (
     (b"\x1f\x9d", "gzip -dc"),  # compress
-    (b"\xfd7zXZ\0", "xz -dc"),
-    (b"\x28\xb5\x2f\xfd", "zstd -dc"),
-    (b"\x04\x22\x4d\x18", "lz4 -dc"),
     (b"\x02\x21\x4c\x18", "lz4 -dc"),  # lz4's legacy format
     (b"LZIP\1", "lzip -dc"),
     (b"\x89LZO\0\r\n\x1a\n", "lzop -dc"),
@@ -76,23 +91,46 @@ _PACKAGES = (
 def not_a_disk(head: bytes, name: str) -> str | None:
     """Why a file or stream NAME that begins with HEAD isn't hashed as a raw disk, and what to do; None: it may be.
 
-    It is not what a guest would read from its disk. What the name ends in does not count.
+    It is not what a guest would read from its disk. What the name ends in does not count: see named_compression().
     """
     file = "" if name == "-" else f" {shlex.quote(name)}"
-    command = next((command for magic, command in _COMPRESSED if head.startswith(magic)), None)
-    if command is None and _BZIP2.match(head):
-        command = "bzip2 -dc"
-    if command is None and _LZMA.match(head):
-        command = "xz --format=lzma -dc"
-    if command is None and _SKIPPABLE.match(head):
-        command = "zstd -dc"
+    kind = compression(head)
+    command = COMPRESSIONS[kind][1] if kind else next((c for magic, c in _OTHERS if head.startswith(magic)), None)
     if command is not None:
-        return f"is compressed: `{command}{file} | imgsum checksum` reads what is in it ({_OWN_BYTES})"
+        option = f", or -f raw.{kind}," if kind else ""
+        return f"is compressed: `{command}{file} | imgsum checksum`{option} reads what is in it ({_OWN_BYTES})"
     for magic, what, advice in _PACKAGES:
         if head.startswith(magic):
             return f"is {what}, not a disk: {advice} ({_OWN_BYTES})"
     if head[257:262] == b"ustar" and head[:100].rstrip(b"\0").lower().endswith(b".ovf"):
         return f"is an OVA, an archive of disks: unpack it first (tar -xf), and name each disk ({_OWN_BYTES})"
+    return None
+
+
+def compression(head: bytes) -> str | None:
+    """Which of COMPRESSIONS begins with HEAD, if any does."""
+    for magic, kind in _COMPRESSED:
+        if head.startswith(magic):
+            return kind
+    if _BZIP2.match(head):
+        return "bz2"
+    if _LZMA.match(head):
+        return "lzma"
+    return "zst" if _SKIPPABLE.match(head) else None
+
+
+def named_compression(name: str, head: bytes) -> str | None:
+    """Which of COMPRESSIONS the file NAME, which begins with HEAD, is, as both say; None: its name says nothing of it.
+
+    Raises FormatError where they contradict each other.
+    """
+    for kind, (endings, _) in COMPRESSIONS.items():
+        if name.lower().endswith(endings):
+            found = compression(head)
+            if found == kind or (kind == "lz4" and _SKIPPABLE.match(head)):
+                return kind
+            reason = f"is named {endings[0]}, and does not begin as {kind} data does"
+            raise FormatError(f"{reason}: -f raw reads the file's own bytes")
     return None
 
 
