@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 PYTEST_WORKERS ?= auto
 FUZZ_SECONDS ?= 60
 
-TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin mount util-linux diffutils iproute2 gcc libc6-dev bmap-tools
+TEST_PACKAGES := python3-libnbd qemu-utils nbdkit libnbd-bin gnutls-bin mount util-linux diffutils iproute2 gcc libc6-dev bmap-tools \
+	xz-utils gzip pigz bzip2 zstd lz4
 # half a gigabyte: not for each run of the tests
 CPU_PACKAGES := qemu-user-static gcc libc6-dev gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 

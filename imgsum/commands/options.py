@@ -31,9 +31,9 @@ class Names:
 IMAGE_HELP = "a file, a block device, an NBD URI, a command in brackets, or - for standard input"
 
 SOURCES = """\
-an IMAGE is a file or block device of any format that is read (raw images also as .xz, .gz, .zst ...), an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://,
-nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]` for a program that serves NBD by socket activation, or `-` for
-standard input"""
+an IMAGE is a file or block device of any format that is read, a raw image in a compressed file (.xz, .gz, .zst, .bz2,
+.lz4, .lzma), an NBD URI (nbd://, nbds://, nbd+unix://, nbds+unix://, nbd+vsock://, nbds+vsock://), `[ COMMAND ARG... ]`
+for a program that serves NBD by socket activation, or `-` for standard input"""
 
 SIZES = "Sizes take k, m, g, t (1024, either case)."
 

@@ -57,7 +57,11 @@ class Decompressed(Sequential):
         done = 0
         while done < len(buffer) and not self._ended:
             if not self._rest:
-                piece = self._pieces.take()
+                try:
+                    piece = self._pieces.take()
+                except Error as error:
+                    error.offset = self.position + done
+                    raise
                 self._ended = piece is None
                 self._rest = memoryview(piece or b"")
             count = min(len(buffer) - done, len(self._rest))
