@@ -34,7 +34,7 @@ KINDS: dict[str, list[list[str]]] = {
 TOOLS = [pytest.param(kind, words, id=" ".join(words)) for kind, all_words in KINDS.items() for words in all_words]
 FIRST = [pytest.param(kind, words[0], id=kind) for kind, words in KINDS.items()]
 NO_CHECKS = ("lzma",)  # of the content
-CONTENT = reference.content("1m:A 100k:R 512k:- 500k:R 17:B")
+CONTENT = reference.content("100k:A 600k:R 512k:- 500k:R 17:B")
 
 
 def compress(words: list[str], content: bytes) -> bytes:
@@ -81,7 +81,8 @@ def test_random_content(kind: str, words: list[str], disk: Callable[[str, bytes]
     content = reference.content(spec)
     path = disk(kind, compress(words, content))
     assert value(path) == reference.blkhash(content), spec
-    at, length = sorted((rng.randrange(len(content)), rng.randrange(len(content))))
+    at = rng.randrange(len(content))
+    length = rng.randrange(len(content) - at)
     got = checksum(path, algorithm="xxh64", block_size=4096, offset=at, length=length)
     assert got.hexdigest == reference.blkhash(content[at : at + length], "xxh64", 4096), spec
 
@@ -149,14 +150,14 @@ def test_damaged_anywhere(kind: str, words: list[str], disk: Callable[[str, byte
     stored = compress(words, content)
     rng = random.Random(" ".join(words))
     refused = 0
-    for at in [*range(24), *(len(stored) - 1 - back for back in range(28)), *rng.choices(range(len(stored)), k=20)]:
+    for at in [*range(16), *(len(stored) - 1 - back for back in range(20)), *rng.choices(range(len(stored)), k=8)]:
         damaged = bytearray(stored)
         damaged[at] ^= 1 << rng.randrange(8)
         try:
             assert value(disk(kind, bytes(damaged))) == reference.blkhash(content), at
         except Error:
             refused += 1
-    assert refused > 30
+    assert refused > 20
 
 
 def test_where_it_is_cut_off(disk: Callable[[str, bytes], Path], imgsum: Imgsum) -> None:
@@ -184,7 +185,7 @@ def test_only_where_name_and_magic_agree(
             checksum(disk(other, stored))
     with pytest.raises(FormatError, match=f"is named .{kind}, and does not begin"):
         checksum(disk(kind, CONTENT))
-    with pytest.raises(FormatError):
+    with pytest.raises(Error):
         checksum(disk(kind, CONTENT), options=OpenOptions(format=f"raw.{kind}"))
     upper = tmp_path / f"DISK.{kind.upper()}"
     upper.write_bytes(stored)
@@ -245,7 +246,7 @@ def test_memory_is_limited(kind: str, words: list[str], disk: Callable[[str, byt
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "bz2", "lz4"])
 def test_resident_memory(kind: str, disk: Callable[[str, bytes], Path], imgsum: Imgsum) -> None:
-    content = reference.content("20m:A 10m:R 30m:- 20m:R")
+    content = reference.content("3m:R 60m:- 2m:R")
     result, peak = imgsum.peak_memory("checksum", disk(kind, compress(KINDS[kind][0], content)))
     assert result.text.split()[0] == reference.blkhash(content)
     assert peak <= 64 * MIB
