@@ -302,8 +302,13 @@ def _open(image: str | Command, options: OpenOptions) -> Source | Sequential:
     if is_stream(image):
         from imgsum.source.stream import Stream
 
-        if options.format in COMPRESSED_FORMATS:
-            return _open_compressed(Stream(image, options._replace(max_size=None)), options, None)
+        if options.format is not None and options.format in COMPRESSED_FORMATS:
+            stream = Stream(image, options._replace(max_size=None))
+            try:
+                return _decompress(stream, options, options.format)
+            except BaseException:
+                stream.close()
+                raise
         if options.format not in (None, "raw"):
             raise UsageError(f"a stream can't be read as {options.format}: only a file or device can")
         return Stream(image, options)
@@ -372,43 +377,39 @@ def is_bmap(image: str | Command, options: OpenOptions) -> bool:
     return True
 
 
-def _open_compressed(file: HostFile | Stream, options: OpenOptions, found: str | None) -> Sequential:
-    """What is in FILE, which is compressed as its name and head say (FOUND), or as the format of OPTIONS does."""
+def _decompress(file: HostFile | Stream, options: OpenOptions, name: str) -> Sequential:
+    """What is in FILE, of the format NAME, one of COMPRESSED_FORMATS. Leaves FILE to the caller when it raises."""
     from imgsum.source.decompress import Decompressed
 
-    compression = found or (options.format or "").removeprefix("raw.")
-    try:
-        if options.snapshot is not None:
-            raise UsageError("a raw image has no snapshots")
-        return Decompressed(file, options, compression, given=found is None)
-    except BaseException:
-        file.close()
-        raise
+    return Decompressed(file, options, name.removeprefix("raw."), given=options.format is not None)
+
+
+def _detect(path: str, file: HostFile) -> str:
+    """The format of FILE. Raises an imgsum.Error for what is not to be read without -f."""
+    from imgsum.source import detect
+
+    head = file.read_bytes(0, detect.HEAD_SIZE)
+    if compression := detect.named_compression(path, head):
+        return f"raw.{compression}"
+    name = detect.detect(head, file.read_bytes(max(0, file.size - detect.TAIL_SIZE), detect.TAIL_SIZE))
+    reason = detect.not_as_named(path, name) if name != "raw" else detect.not_a_disk(head, path)
+    if reason is not None:
+        raise RefusedError(reason)
+    return name
 
 
 def _open_file(path: str, options: OpenOptions) -> Source | Sequential:
-    from imgsum.source import detect
     from imgsum.source.file import HostFile, RawSource
 
     if is_bmap(path, options):
         raise UsageError("is a bmap, which has digests of parts of an image: `imgsum compare` verifies an image by it")
     file = HostFile(path, path, options)
-    if options.format in COMPRESSED_FORMATS:
-        return _open_compressed(file, options, None)
     try:
-        name = options.format
-        if name is None:
-            head = file.read_bytes(0, detect.HEAD_SIZE)
-            if compression := detect.named_compression(path, head):
-                return _open_compressed(file, options, compression)
-            name = detect.detect(head, file.read_bytes(max(0, file.size - detect.TAIL_SIZE), detect.TAIL_SIZE))
-            reason = detect.not_as_named(path, name) if name != "raw" else detect.not_a_disk(head, path)
-            if reason is not None:
-                raise RefusedError(reason)
-        if name == "raw":
+        name = options.format or _detect(path, file)
+        if name == "raw" or name in COMPRESSED_FORMATS:
             if options.snapshot is not None:
                 raise UsageError("a raw image has no snapshots")
-            return RawSource(file)
+            return RawSource(file) if name == "raw" else _decompress(file, options, name)
         if options.snapshot is not None and name != "qcow2":
             raise UsageError("a snapshot can be read by imgsum's own reader of qcow2 only")
         if name in NATIVE and options.reader != "qemu":
