@@ -24,7 +24,7 @@ from reference import KIB, MIB
 from imgsum import OpenOptions, checksum
 from imgsum.errors import ChangedError, Error, FormatError, MissingError, OpenError, RefusedError, TruncatedError
 from imgsum.source import open_source
-from imgsum.source.prescreen import inspect
+from imgsum.source.qemu.formats import inspect
 
 if TYPE_CHECKING:
     from conftest import Imgsum, Running

@@ -18,7 +18,7 @@ from reference import MIB
 
 from imgsum import Command, OpenOptions, checksum
 from imgsum.errors import OpenError, ReadError, UsageError
-from imgsum.source.server import _spawn
+from imgsum.source.qemu.server import _spawn
 
 if TYPE_CHECKING:
     from conftest import Imgsum, Running

@@ -283,7 +283,7 @@ def refuse_larger(size: int, options: OpenOptions) -> None:
 
 def _open(image: str | Command, options: OpenOptions) -> Source | Sequential:
     if isinstance(image, Command):
-        from imgsum.source.qemu import open_command
+        from imgsum.source.qemu.source import open_command
 
         if options.untrusted:
             raise RefusedError("is a command, and --untrusted runs none")
@@ -421,7 +421,7 @@ def _open_file(path: str, options: OpenOptions) -> Source | Sequential:
                 debug("%s: %s, so QEMU reads it", path, error)
         elif options.reader == "native":
             raise NotNativeError(f"is a {name} image, which takes QEMU to read, and that is not the native reader")
-        from imgsum.source.qemu import open_with_qemu
+        from imgsum.source.qemu.source import open_with_qemu
 
         return open_with_qemu(file, name, options)
     except BaseException:

@@ -17,8 +17,9 @@ from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_details
 from imgsum.source.layers import LayeredSource
 from imgsum.source.nbd.source import MAX_CONNECTIONS, NbdSource
-from imgsum.source.prescreen import Links, inspect
-from imgsum.source.server import Server
+from imgsum.source.qemu.formats import inspect
+from imgsum.source.qemu.formats.links import Links
+from imgsum.source.qemu.server import Server
 from imgsum.source.vhd import DIFFERENCING, read_footer
 
 _FIRST_FD = 5  # where qemu-nbd finds our descriptors; those before are in use (server.py)

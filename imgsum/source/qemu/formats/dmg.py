@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from imgsum.errors import FormatError, RefusedError
 from imgsum.source import ReadBytes
+from imgsum.source.qemu.formats.links import Links
 from imgsum.units import MIB
 
 _TABLES_LIMIT = 16 * MIB  # QEMU's for the property list: some 300,000 chunks
@@ -55,6 +56,13 @@ def read_trailer(read: ReadBytes, size: int) -> Trailer:
     xml, xml_length = struct.unpack_from(">QQ", raw, 0xD8)
     (sectors,) = struct.unpack_from(">Q", raw, 0x1EC)
     return Trailer(start + found, data, fork, fork_length, xml, xml_length, sectors)
+
+
+def inspect(read: ReadBytes, size: int) -> Links:
+    """See formats.FORMATS."""
+    trailer = read_trailer(read, size)
+    check_chunks(read, trailer)
+    return Links(size=trailer.sectors * 512)
 
 
 def check_chunks(read: ReadBytes, trailer: Trailer) -> None:
