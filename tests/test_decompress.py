@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import os
 import random
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import reference
-from conftest import Imgsum, find_tool, wait_until_it_waits
+from conftest import Imgsum, Result, find_tool, wait_until_it_waits
 from reference import KIB, MIB
 
 from imgsum import Error, FormatError, OpenOptions, RefusedError, checksum, compare
@@ -221,6 +222,54 @@ def test_compare(kind: str, words: list[str], tmp_path: Path, disk: Callable[[st
     assert compare(path, plain).ranges == ((len(CONTENT) - 3, 1),)
     plain.write_bytes(b"x" + CONTENT[1:])  # found at once, and the rest is left
     assert compare(path, plain, limit=1).ranges == ((0, 1),)
+
+
+@pytest.mark.parametrize("lengths", [(900_000, 900_000), (900_000, 400_001), (65_536, 900_000), (0, 70_000)])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_compare_two_compressed_images(
+    lengths: tuple[int, int], zeros: bool, disk: Callable[[str, bytes], Path]
+) -> None:
+    """One ends before the other: what that has more is a difference where it is not zeros, and with strict always."""
+    data = reference.content("50k:R")
+    content = (data if zeros else b"").ljust(900_000, b"\0" if zeros else b"x")
+    first, second = (content[:length] for length in lengths)
+    one, other = disk("gz", gzip.compress(first)), disk("bz2", bz2.compress(second))
+    shorter, longer = sorted(lengths)
+    more = () if shorter == longer else ((shorter, longer - shorter),)
+    if zeros and shorter < len(data):
+        more = ((shorter, len(data) - shorter),)
+        assert compare(one, other).ranges[0].start == 0
+    else:
+        assert compare(one, other).ranges == (() if zeros else more)
+    assert compare(one, other).sizes == lengths
+    strict = compare(one, other, strict=True)
+    assert (strict.ranges[-1:] and strict.ranges[-1].start + strict.ranges[-1].length) == (more and longer)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("which", ["files", "compressed", "both compressed", "stdin"])
+def test_prefix(strict: bool, which: str, tmp_path: Path, disk: Callable[[str, bytes], Path], imgsum: Imgsum) -> None:
+    image, device = tmp_path / "image.raw", tmp_path / "device"
+    image.write_bytes(CONTENT)
+    device.write_bytes(CONTENT + b"what was there before")
+    first = disk("gz", gzip.compress(CONTENT, 1)) if "compressed" in which else Path("-") if which == "stdin" else image
+    second = disk("bz2", bz2.compress(device.read_bytes())) if which == "both compressed" else device
+    options = ["--strict"] if strict else []
+
+    def run(*more: str) -> Result:
+        with image.open("rb") as file:
+            return imgsum("compare", *options, *more, first, second, stdin=file)
+
+    assert run().status == 1
+    assert (run("--prefix").text, run("--prefix").status) == ("images are identical\n", 0)
+    assert (run("--prefix", "--all").text, run("--prefix", "--offset=65537").status) == ("images are identical\n", 0)
+    if which != "both compressed":
+        device.write_bytes(CONTENT[:-1] + b"what was there before")
+        ended = run("--prefix")
+        assert (ended.text, ended.status) == (f"images differ at offset {len(CONTENT) - 1}\n", 1)
+        device.write_bytes(CONTENT[:-5])  # the device is too small
+        assert run("--prefix").status == 1
+    assert "--length" in run("--prefix", "--length=1m").errors
 
 
 def test_untrusted_takes_it_only_when_told(disk: Callable[[str, bytes], Path], imgsum: Imgsum) -> None:

@@ -45,6 +45,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-s", "--strict", action="store_true", help="images of different sizes differ, even if the rest is zeros"
     )
     comparison.add_argument(
+        "--prefix",
+        action="store_true",
+        help="compare as much as the first image has: the second may be a larger device that it was written to",
+    )
+    comparison.add_argument(
         "-F",
         "--second-format",
         metavar="FORMAT",
@@ -66,13 +71,13 @@ def run(arguments: Arguments) -> int:
     second_options = options._replace(format=arguments.second_format)
     progress = progress_for(arguments, 1)
     try:
-        with open_pair(first_image, second_image, options, second_options) as pair:
+        with open_pair(first_image, second_image, options, second_options, prefix=arguments.prefix) as pair:
             if arguments.strict and not pair.sizes_count:
                 raise UsageError("--strict is about sizes, and a bmap says nothing of what it does not map")
             listing = arguments.all and not arguments.quiet
             same = (_list_ranges if listing else _find_first)(pair, arguments, progress)
             if not arguments.quiet:
-                _note_sizes(pair, same)
+                _note_sizes(pair, same, prefix=arguments.prefix)
     except Error as error:
         if arguments.json:
             report.write(report.error_json(error))
@@ -83,7 +88,8 @@ def run(arguments: Arguments) -> int:
 def _find_first(pair: Pair | BmapPair, arguments: Arguments, progress: Progress | None) -> bool:
     """Print the verdict, with the first byte that differs. Whether none does."""
     first, second = pair.sizes
-    if arguments.strict and first != second and None not in pair.sizes:
+    is_longer = arguments.prefix and first is not None and second is not None and second >= first
+    if arguments.strict and first != second and None not in pair.sizes and not is_longer:
         _print_result(pair, arguments, f"images differ in size: {first} and {second} bytes", identical=False)
         return False
     offset = pair.first_difference(strict=arguments.strict, progress=progress)
@@ -154,11 +160,14 @@ def _print_result(pair: Pair | BmapPair, arguments: Arguments, text: str, **verd
         report.warn(report.stats_text(stats))
 
 
-def _note_sizes(pair: Pair | BmapPair, same: bool) -> None:
+def _note_sizes(pair: Pair | BmapPair, same: bool, *, prefix: bool) -> None:
     """Say that the sizes are not the same, and what that means."""
     first, second = pair.sizes
     if first is None or second is None or first == second or not pair.sizes_count:
         return
     names = [printable(name) for name in pair.names]
+    if prefix and first < second:
+        report.warn(f"{names[0]} has {first} bytes, and no more of {names[1]} was compared")
+        return
     rest = "the rest is zeros" if same else f"--length {min(first, second)} compares what both have"
     report.warn(f"{names[0]} has {first} bytes, {names[1]} has {second} bytes: {rest}")

@@ -66,6 +66,7 @@ def compare(
     second: Image,
     *,
     strict: bool = False,
+    prefix: bool = False,
     format: str | None = None,  # noqa: A002  # as in -f
     second_format: str | None = None,
     offset: int | None = None,
@@ -77,7 +78,8 @@ def compare(
     """Compare the content of two images, or LENGTH bytes of it from OFFSET.
 
     The first may be a bmap: then its ranges are compared with the second by their digests.
-    A longer image whose rest is all zeros has the same content, unless STRICT. limit: stop after so many differing
+    A longer image whose rest is all zeros has the same content, unless STRICT. With PREFIX the second is compared as
+    far as the first goes, and the rest of it is left. limit: stop after so many differing
     ranges, at least 1, and say whether there are more; None lists all of them, however many there are. format,
     second_format: the images'; None detects it. options: how the first image is opened and read; second_options: how
     the second is, None: the same. format, second_format, offset and length go before what is in there.
@@ -85,13 +87,13 @@ def compare(
     """
     if limit is not None:
         require(LIMIT, limit=limit)
-    require(FLAG, strict=strict)
+    require(FLAG, strict=strict, prefix=prefix)
     options = options_with(options)
     second_options = options if second_options is None else second_options
     opened = options_with(options, format=format, offset=offset, length=length)
     second_opened = options_with(second_options, format=second_format, offset=opened.offset, length=opened.length)
     images = path_or_command(first, "first"), path_or_command(second, "second")
-    with open_pair(*images, opened, second_opened) as pair:
+    with open_pair(*images, opened, second_opened, prefix=prefix) as pair:
         found = tuple(islice(pair.differences(strict=strict), None if limit is None else limit + 1))
         pair.check_unchanged()
         ranges = found[:limit]
@@ -99,16 +101,20 @@ def compare(
 
 
 def open_pair(
-    first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions
+    first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions, *, prefix: bool
 ) -> Pair | BmapPair:
-    """Open two images, or what stands for the first. Raises an imgsum.Error."""
+    """Open two images, or what stands for the first. PREFIX: see compare(). Raises an imgsum.Error."""
     if is_bmap(second, second_options):
         raise UsageError("is a bmap: it is the first that compare takes", name=str(second))
     if is_bmap(first, options):
         from imgsum.engine.compare_bmap import BmapPair
 
+        if prefix:
+            raise UsageError(
+                "is a bmap, of which --prefix says nothing: only what it maps is compared", name=str(first)
+            )
         return BmapPair(str(first), second, second_options)
-    return Pair(first, second, options, second_options)
+    return Pair(first, second, options, second_options, prefix=prefix)
 
 
 class Pair:
@@ -119,9 +125,18 @@ class Pair:
     """Whether what only the longer image has is looked at."""
 
     def __init__(
-        self, first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions
+        self,
+        first: str | Command,
+        second: str | Command,
+        options: OpenOptions,
+        second_options: OpenOptions,
+        *,
+        prefix: bool = False,
     ) -> None:
-        """Open both; one of them may be a stream. Raises an imgsum.Error."""
+        """Open both; one of them may be a stream. PREFIX: see compare(). Raises an imgsum.Error."""
+        if prefix and options.length is not None:
+            raise UsageError("--prefix takes the length of the first image, so there is no --length")
+        self.prefix = prefix
         if all(isinstance(image, str) and is_stream(image) for image in (first, second)):
             raise UsageError("both images are streams: only one of them can be")
         self.names = str(first), str(second)
@@ -241,24 +256,24 @@ class Pair:
     def _items_of_both(self, strict: bool) -> Iterator[_Item]:
         """The extents of both sides, laid over each other. Zeros against zeros are never read."""
         first, second = self._sides
-        bound = max(first.bound, second.bound)
+        bound = first.bound if self.prefix else max(first.bound, second.bound)
         both = overlay(self._extents_of(first, bound), self._extents_of(second, bound))
         for extent_start, extent_length, zeros in both:
             start, end = extent_start, extent_start + extent_length
             while start < end:
                 ended = [side.end is not None and start >= side.end for side in self._sides]
-                if all(ended):  # the extents of a stream go on
+                if all(ended) or (self.prefix and ended[0]):  # the extents of a stream go on
                     return
                 sides = [
                     None if is_zero_there or has_ended else side
                     for is_zero_there, has_ended, side in zip(zeros, ended, self._sides, strict=True)
                 ]
-                item = self._item(start, end - start, sides, all_differ=strict and any(ended))
+                item = self._item(start, end - start, sides, all_differ=strict and any(ended), strict=strict)
                 if item.length:
                     yield item
                 start += item.length
 
-    def _item(self, start: int, length: int, sides: list[Content | None], *, all_differ: bool) -> _Item:
+    def _item(self, start: int, length: int, sides: list[Content | None], *, all_differ: bool, strict: bool) -> _Item:
         """At most LENGTH bytes from START of those SIDES that are not None, which stands for zeros.
 
         A stream is read here, and may end: then the item is shorter, down to nothing.
@@ -268,6 +283,8 @@ class Pair:
             if side is not None and side.end is None:
                 with naming(self.names[index]):
                     part = side.part(start, min(length, self._part_size))
+                if parts[0] is not None and part.length < length:  # both are streams, and the second ends first
+                    part = _lengthen(part, parts[0], strict=strict)
                 length = part.length
                 if all_differ or not length:
                     side.release(part)
@@ -285,11 +302,12 @@ class Pair:
         """The extents of CONTENT, aligned and merged, and then, up to BOUND, zeros."""
 
         def counted() -> Iterator[Extent]:
-            for extent in content.extents(content.start, content.bound):
+            for extent in content.extents(content.start, end):
                 self._extents += 1
                 yield extent
 
-        aligned = align(counted(), _ALIGNMENT, content.start, content.bound)
+        end = min(content.bound, bound)
+        aligned = align(counted(), _ALIGNMENT, content.start, end)
         yield from coalesce(aligned, _MAX_STRETCH, MAX_ZERO_PART)
         if bound > content.bound:
             yield Extent(content.bound, bound - content.bound, True)
@@ -311,6 +329,19 @@ class Pair:
             for side, _, part in sides:
                 assert part is not None
                 side.release(part)
+
+
+def _lengthen(part: Part, other: Part, *, strict: bool) -> Part:
+    """PART of a stream that ended, as long as OTHER: by zeros, or, if STRICT, by bytes that all differ from OTHER's."""
+    assert part.buffer is not None
+    assert other.buffer is not None
+    start, end = part.length, other.length
+    rest = bytes(other.buffer[start:end]).translate(_INVERTED) if strict else bytes(end - start)
+    part.buffer[start:end] = rest
+    return part._replace(length=end)
+
+
+_INVERTED = bytes(255 - byte for byte in range(256))
 
 
 class _Item(NamedTuple):

@@ -46,6 +46,8 @@ class Sequential:
 
         Raises ReadError, and RefusedError when the content begins or ends as a container does, or is too large.
         """
+        if not buffer:  # nothing is read yet, and so nothing is known to be the head
+            return 0
         if self._detect and self.position == 0:
             # Never more than is wanted: what follows may be for somebody else.
             head = bytearray(detect.HEAD_SIZE if self.wanted is None else min(self.wanted, detect.HEAD_SIZE))
