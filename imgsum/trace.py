@@ -5,10 +5,9 @@ It costs nothing while it is off: logging itself, 7 ms, is imported by enable().
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from imgsum.errors import printable
 
+TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
     from logging import Logger
 

@@ -116,7 +116,7 @@ SLOW = {
 def test_version_imports_next_to_nothing() -> None:
     modules = loaded("--version")
     assert not modules & (SLOW - {"shutil"})  # argparse asks shutil for the terminal's width
-    assert not modules & {"hashlib", "threading", "imgsum.engine", "imgsum.source", "mmap"}
+    assert not modules & {"hashlib", "threading", "typing", "imgsum.engine", "imgsum.source", "mmap"}
 
 
 def test_a_raw_image_imports_only_what_it_needs(tmp_path: Path) -> None:
