@@ -250,6 +250,8 @@ def json_line(**changes: object) -> bytes:
         (b'{"a":' * 30_000, "not JSON"),
         (b'{"schema": 1, "size": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"schema": 1, "name": "\xff"}', "not JSON"),
+        (json_line()[:-1] + b', "name": "y"}', "twice"),
+        (json_line()[:-1] + b', "size": 5, "more": {"a": 1, "a": 1}}', "twice"),
         (json_line(schema=2), "schema"),
         (json_line(schema=True), "schema"),
         (json_line(checksum="absent"), '"checksum" is not text'),

@@ -228,7 +228,7 @@ def _parse_json(number: int, line: bytes) -> Line:
     import json  # 6 ms, so only for those who need it
 
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError):
         raise MalformedError("not JSON") from None
     schema = record.get("schema")
@@ -246,6 +246,14 @@ def _parse_json(number: int, line: bytes) -> Line:
     hexdigest = _checked(_field(record, "checksum", str), construction)
     image_format = _field(record, "format", str)
     return Line(number, name, hexdigest, construction, True, size, image_format, _json_range(record, size))
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Of a name that is there twice, other programs may take the other value."""
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise MalformedError("JSON with a name that is there twice")
+    return record
 
 
 def _json_range(record: dict[str, object], size: int) -> tuple[int, int | None] | None:
