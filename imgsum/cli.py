@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # of which signal is made; signal imports enum, which takes ms
+import _signal  # type: ignore[import-not-found]  # the C part of signal, which imports enum: that takes ms
 
-# Nothing is held before the command begins: until then SIGINT ends the process at once, where Python's own handler
-# would print a traceback. Whoever ignores it, or has another handler, keeps that.
+# Until the command begins there is nothing to clean up. So SIGINT ends the process at once: Python's own handler would
+# print a traceback. A caller's choice to ignore SIGINT is kept.
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(BaseException):
-    """A signal that ends the process arrived; everything is given back on the way up."""
+    """A signal to end the process arrived. Raised in the main thread, so that everything is closed on the way up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -36,7 +36,7 @@ class Interrupted(BaseException):
 
 
 def main() -> None:
-    """The command: does as sys.argv says, and ends the process."""
+    """Run the command of sys.argv, and end the process with its exit status."""
     try:
         try:
             _occupy_standard_descriptors()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Do as ARGV says, and return the exit status."""
+    """Run the command of ARGV, without the program's name, and return the exit status."""
     from imgsum import trace
     from imgsum.commands import parser
     from imgsum.output import report
@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     except Error as error:
         trace.exception(error)
         report.warn(str(error))
-        return error.exit_status
+        return TROUBLE
     except Exception as error:
         trace.exception(error)
         report.warn(str(unexpected(error)))
@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
 
 
 def _occupy_standard_descriptors() -> None:
-    """Where one of descriptors 0 to 2 is closed, put something there that fails, lest an image takes its place."""
+    """Open /dev/null for each of descriptors 0 to 2 that is closed: an image that is opened would get its number."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -92,7 +92,7 @@ def _occupy_standard_descriptors() -> None:
 
 
 def _allow_many_descriptors() -> None:
-    """Raise the soft limit: a chain may have 200 images, and a few images are open at a time."""
+    """Raise the soft limit of open files: a backing chain may have 200 images, and several chains are open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
@@ -102,9 +102,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _catch_signals() -> None:
-    """Let the signals that end the process raise Interrupted in the main thread; a second one ends it at once.
+    """Let SIGINT, SIGTERM and SIGHUP raise Interrupted in the main thread. A second one ends the process at once.
 
-    Only after what a command needs is imported: an exception in the midst of an import may be swallowed.
+    Called after all imports, as an exception raised during an import may be swallowed.
     """
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup and background jobs keep theirs
@@ -117,14 +117,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _release_signals() -> None:
-    """Let them end the process at once."""
+    """Let the signals end the process at once."""
     for number in _ENDING:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _die_by(number: int) -> NoReturn:
-    """End the process as NUMBER would have ended it, so that shells and make know."""
+    """End the process by signal NUMBER, so that shells and make see why it ended."""
     signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # whoever started us may have blocked it
     os.kill(os.getpid(), number)

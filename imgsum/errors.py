@@ -26,12 +26,10 @@ class Error(Exception):
     """Base of everything imgsum raises on purpose.
 
     reason: what is wrong, in lower case, without the name.
-    name: the image it is about, as the user gave it; filled in by whoever knows it.
-    image: the image that was asked for, also where `name` is a file that it refers to.
-    offset: where in the image's content or file, in bytes, or None.
+    name: the file or export that it is about. It may be one that the image refers to.
+    image: the image, as the user gave it.
+    offset: the offset in the image's content, in bytes, or None.
     """
-
-    exit_status = TROUBLE
 
     def __init__(self, reason: str, *, name: str | None = None, offset: int | None = None) -> None:
         super().__init__(reason)
@@ -41,13 +39,13 @@ class Error(Exception):
         self.image: str | None = None
 
     def about(self, name: str) -> Error:
-        """The same error, about NAME unless it already says what it is about."""
+        """Set the name, unless there is one. Returns the same error."""
         if self.name is None:
             self.name = name
         return self
 
     def message(self) -> str:
-        """One printable line without the name: the reason, and the offset where there is one."""
+        """The reason and the offset, in one printable line, without the name."""
         text = printable(" ".join(self.reason.split()) if "\n" in self.reason else self.reason)
         return text if self.offset is None else f"{text} at offset {self.offset}"
 
@@ -56,23 +54,23 @@ class Error(Exception):
 
 
 class UsageError(Error):
-    """The call makes no sense: an option, a value, or two that exclude each other."""
+    """An option or value is not allowed, or two of them exclude each other."""
 
 
 class OpenError(Error):
-    """The image is not there, or may not or cannot be opened."""
+    """The image does not exist, or cannot be opened."""
 
 
 class RefusedError(Error):
-    """The image could be read, but a rule says not to: locked, untrusted, a protocol name, a lossy format."""
+    """The image is not read because of a rule: it is in use, untrusted, or would be read wrongly."""
 
 
 class NotNativeError(RefusedError):
-    """The image, or one that it refers to, is for QEMU to read."""
+    """QEMU is needed to read the image, or one that it refers to."""
 
 
 class FormatError(Error):
-    """The image says it is of a format, and breaks that format's rules."""
+    """The image breaks the rules of its format."""
 
 
 class TruncatedError(FormatError):
@@ -92,7 +90,7 @@ class MissingError(Error):
 
 
 def unexpected(error: BaseException) -> Error:
-    """ERROR, which nobody raised on purpose, as an Error: a lack of something that the system gives, or else a bug."""
+    """An Error for the exception ERROR, which was not raised on purpose: a resource is short, or there is a bug."""
     described = Error(f"internal error: {error!r} (IMGSUM_DEBUG=1 shows where; please report it)")
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
@@ -112,11 +110,11 @@ def os_error_reason(error: OSError) -> str:
 
 
 class MismatchError(Error):
-    """The image is not what it was said to be: nothing is wrong with reading it."""
+    """The image can be read, but is not the expected one."""
 
 
 class naming:  # noqa: N801  # used like contextlib.suppress
-    """`with naming(image):` errors that leave the block are about IMAGE, or about a file that it refers to."""
+    """`with naming(image):` sets the image of errors that leave the block, and their name if they have none."""
 
     def __init__(self, image: str) -> None:
         self._image = image

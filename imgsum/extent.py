@@ -1,7 +1,6 @@
 """Extents: which parts of an image are certainly zero. Pure, lazy functions on runs of extents.
 
-Every run here is in order and exactly tiles the range it is about. Nothing is collected: a run over an image of any
-size and fragmentation passes through in constant memory, and its beginning is known long before its end.
+Every run is in order and exactly tiles its range. Runs are iterators, and are never collected in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ class Extent(NamedTuple):
 
 
 def tile(extents: Iterable[Extent], start: int, end: int) -> Iterator[Extent]:
-    """EXTENTS, whatever a source answered, as a run that exactly tiles START..END.
+    """EXTENTS in the form that all other code expects: in order, and exactly tiling START..END.
 
-    What is missing is data, what was said before or lies outside is dropped: only what was said to be zero is zero.
+    A source may answer with gaps, overlaps, or more than was asked for. A gap is data; in an overlap the first extent
+    counts; what is outside the range is dropped. So only areas reported as zero are zero.
     """
     at = start
     for extent in extents:
@@ -69,9 +69,9 @@ def align(extents: Iterable[Extent], block_size: int, start: int, end: int) -> I
 
 
 def coalesce(extents: Iterable[Extent], maximum: int, maximum_zero: int) -> Iterator[Extent]:
-    """EXTENTS as pieces: neighbours of one kind merged, cut at MAXIMUM bytes of data and MAXIMUM_ZERO of zeros.
+    """EXTENTS, with neighbours of one kind merged, up to MAXIMUM bytes of data and MAXIMUM_ZERO bytes of zeros.
 
-    A piece is yielded as soon as it is full, so nothing waits for the end of a long run.
+    A merged extent is yielded as soon as it is full, not at the end of a long run.
     """
     start = length = 0
     zero = False
@@ -91,7 +91,7 @@ def coalesce(extents: Iterable[Extent], maximum: int, maximum_zero: int) -> Iter
 
 
 def below(extents: Iterable[Extent], limit: int) -> Iterator[Extent]:
-    """EXTENTS, of which nothing from LIMIT on is zero."""
+    """EXTENTS, with everything from offset LIMIT on as data."""
     for start, length, zero in extents:
         inside = min(length, max(0, limit - start)) if zero else length
         if inside:

@@ -1,8 +1,7 @@
-"""Algorithm names -> H. A package is imported when an algorithm of it is used."""
+"""Names of algorithms -> hash functions. The package of an algorithm is imported when that is used."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
@@ -52,7 +51,6 @@ NOT_CRYPTOGRAPHIC = ("xxh3-128", "xxh3-64", "xxh64")
 
 # OpenSSL's spellings of what hashlib calls by another name.
 _ALIASES = {"blake2b512": "blake2b", "blake2s256": "blake2s", "xxh128": "xxh3-128", "sha2-256": "sha256"}
-_NO_FIXED_LENGTH = re.compile(r"shake.*")
 
 
 def canonical(name: str) -> str:
@@ -83,7 +81,7 @@ def load(name: str) -> Algorithm:
 
 @lru_cache(maxsize=1)
 def blake2b_256() -> Algorithm:
-    """blake2b with 32-byte digests: imageio's. Not to be chosen by name, as it is another function than blake2b."""
+    """blake2b with 32-byte digests, for the imageio construction only. It is a different function than blake2b."""
     import hashlib
 
     def new(data: bytes | memoryview = b"") -> Hash:
@@ -95,7 +93,7 @@ def blake2b_256() -> Algorithm:
 def _load_hashlib(name: str) -> Algorithm:
     import hashlib
 
-    if not _NO_FIXED_LENGTH.match(name):
+    if not name.startswith("shake"):  # these have no fixed length
         # The constructors of the module are the fastest where there is one; new() knows OpenSSL's others.
         for spelling in (name.replace("-", "_"), name):
             if spelling in hashlib.algorithms_guaranteed:
@@ -128,7 +126,7 @@ def _openssl_constructor(spelling: str) -> Callable[..., Hash]:
 
 
 def available() -> list[Algorithm]:
-    """Every algorithm that load() takes here, the cryptographic ones first."""
+    """Every algorithm that load() finds on this machine, the cryptographic ones first."""
     import hashlib
 
     found: dict[str, Algorithm] = {}
@@ -142,7 +140,7 @@ def available() -> list[Algorithm]:
 
 
 def not_installed() -> list[tuple[str, str]]:
-    """The algorithms whose package is not installed, each with what to do about it."""
+    """The algorithms whose package is not installed, each with the command that installs it."""
     found = []
     for name in ("blake3", *NOT_CRYPTOGRAPHIC):
         try:

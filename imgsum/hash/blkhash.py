@@ -25,7 +25,7 @@ _ZERO_RUN = 256 * KIB  # bytes of repeated zero digests for each update: more is
 
 
 class Construction(NamedTuple):
-    """What decides the value of a checksum, besides the content."""
+    """How a checksum is made from the content. Content and construction decide the value, and nothing else."""
 
     name: str
     algorithm: Algorithm
@@ -64,7 +64,7 @@ def zero_digest(algorithm: Algorithm, length: int) -> bytes:
 
 
 class BlkHash:
-    """One image's checksum in the making. Digests and runs of zero blocks are given in content order."""
+    """Makes the checksum of one image from the digests of its blocks, which are given in content order."""
 
     def __init__(self, construction: Construction) -> None:
         self._outer = construction.algorithm.new()
@@ -77,7 +77,7 @@ class BlkHash:
         self._outer.update(digests)
 
     def zero(self, count: int) -> None:
-        """Add COUNT whole blocks of zeros, at the cost of the outer hash alone."""
+        """Add COUNT whole blocks of zeros. Only the outer hash has to be computed."""
         size = len(self.zero_digest)
         if not self._zero_run and count * size >= _ZERO_RUN:
             self._zero_run = self.zero_digest * (_ZERO_RUN // size)

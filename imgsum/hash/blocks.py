@@ -52,7 +52,7 @@ def _update_zeros(hash_: Hash, count: int) -> None:
 
 
 def is_zero(content: memoryview) -> bool:
-    """Whether CONTENT is all zeros. For data it costs the comparison of its first byte."""
+    """Whether CONTENT is all zeros. For most data, comparing the first bytes is enough."""
     step = len(_ZEROS)
     if len(content) <= step:
         return _ZEROS.startswith(content)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from imgsum.source.stream import Sequential, Stream
 
 UNTRUSTED_MAX_SIZE = TIB
-"""Bytes of content of a stranger's image, unless --max-size says otherwise: an empty one takes 0.3 s. An image of a few
-KiB may say that it has 2 EiB, whose digests of zeros would take days."""
+"""Bytes of content of an untrusted image, unless --max-size is given. A hole of this size takes 0.3 s, and the largest
+image that a file of a few KiB can describe, 2 EiB, would take days."""
 
 _NBD_SCHEMES = ("nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd+vsock://", "nbds+vsock://")
 
@@ -55,23 +55,23 @@ class _OpenOptions(NamedTuple):
     force_share: bool = False
     """Read an image that a running virtual machine has open for writing."""
     extents: bool = True
-    """False: nothing is taken for zero without being read. Content sees to that; sources needn't."""
+    """False: read everything, including areas reported as zero. The engine does that; sources need not."""
     untrusted: bool = False
-    """The image is a stranger's: refuse whatever makes it refer to anything but itself."""
+    """Refuse an image that refers to anything but itself, or that takes work out of proportion to its file."""
     max_size: int | None = None
     """Refuse images whose content is larger, in bytes. None: there is no limit, or UNTRUSTED_MAX_SIZE."""
     reader: str = "auto"
     """Who reads images that are not raw: `native`, `qemu` (a private qemu-nbd), or `auto`."""
     request_size: int = MIB
-    """The most that one read asks for. A power of two."""
+    """Maximum bytes of one read. A power of two."""
     queue_size: int = 16 * MIB
-    """The most that is in flight, over all workers; one request may exceed it."""
+    """Maximum bytes in flight, over all workers; a single request may be larger."""
     connections: int | None = None
     """NBD connections; None: one for each worker when the server allows it."""
     connect_timeout: float = 30.0
     """How long an NBD server may take until it is ready."""
     io_timeout: float | None = None
-    """How long an NBD server may take to answer a request; None: for ever."""
+    """How long an NBD server may take to answer a request; None: there is no limit."""
     secret_file: str | None = None
     """A file with the secret of an encrypted image."""
     snapshot: str | None = None
@@ -138,27 +138,27 @@ class OpenOptions(_OpenOptions):
 class Command:
     """A program that serves NBD by socket activation: `[ PROGRAM ARG... ]` of the command line.
 
-    Only this is ever run. A list of words is not a command.
+    Only a Command is run, never a list of strings.
     """
 
-    __slots__ = ("words",)
+    __slots__ = ("argv",)
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *argv: str) -> None:
         """The program, which is looked for in PATH, and its arguments. Raises UsageError."""
-        self.words = words
-        if not words or not words[0]:
+        self.argv = argv
+        if not argv or not argv[0]:
             raise UsageError("a command needs the name of a program")
-        for word in words:
-            if not isinstance(word, str) or "\0" in word:
-                raise UsageError(f"not a word of a command: {shown(word)}")
+        for argument in argv:
+            if not isinstance(argument, str) or "\0" in argument:
+                raise UsageError(f"not an argument of a command: {shown(argument)}")
 
     def __str__(self) -> str:
         """What messages and checksum lines call it."""
-        return f"[ {' '.join(self.words)} ]"
+        return f"[ {' '.join(self.argv)} ]"
 
     def __repr__(self) -> str:
         """As it is written in Python."""
-        return f"Command({', '.join(map(repr, self.words))})"
+        return f"Command({', '.join(map(repr, self.argv))})"
 
 
 Image = str | os.PathLike[str] | Command

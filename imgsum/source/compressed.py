@@ -80,7 +80,7 @@ class WholeClusters:
                 self._clusters.popitem(last=False)
         with cluster.lock:
             if cluster.content is None:
-                content = memoryview(mmap.mmap(-1, size))  # malloc would keep 2 MiB for each thread for ever
+                content = memoryview(mmap.mmap(-1, size))  # malloc would keep 2 MiB for each thread
                 fill(content)
                 cluster.content = content
             part[:] = cluster.content[start : start + len(part)]

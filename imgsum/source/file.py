@@ -1,7 +1,7 @@
 """Raw files and block devices: positional reads, O_DIRECT, holes, and the locks of a running QEMU.
 
-HostFile is an open file or device of this host, and what every local format reads through; RawSource is the one
-whose content is exactly the file's bytes.
+HostFile is an open file or device of this host; every local format reads through it. RawSource is the source of raw
+images.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class HostFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # This address or this device wants more; go on with a buffer of our own.
+                # This device needs a larger alignment, of the address too: read into an aligned buffer, and copy.
         return self._read_unaligned(offset, buffer)
 
     def _read_unaligned(self, offset: int, buffer: memoryview) -> int:
@@ -158,7 +158,7 @@ class HostFile:
         return count
 
     def _set_direct(self, direct: bool) -> bool:
-        """Whether the descriptor now is in the mode that was asked for."""
+        """Turn O_DIRECT on or off. Whether that worked."""
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -168,7 +168,7 @@ class HostFile:
 
 
 class Holes:
-    """Where a HostFile certainly reads as zeros: the file system's word, as far as it can be believed.
+    """The holes of a HostFile, by SEEK_DATA and SEEK_HOLE, unless the answers are implausible.
 
     Used by one thread at a time.
     """
@@ -177,12 +177,12 @@ class Holes:
         self.file = file
         self._ask = True
         self._proven = False
-        self._data = (0, 0)  # the run of data that was found last: a fragmented image asks for it again and again
+        self._data = (0, 0)  # the last run of data: a fragmented image asks about the same run many times
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
-        """The holes, as zero, and the rest of START..START+LENGTH, which lies inside the file: in order, tiling it.
+        """The extents of START..START+LENGTH, which is inside the file: in order, exactly tiling it. Holes are zero.
 
-        Data where the file system can't tell, or contradicts itself.
+        All is data if the file system does not support holes, or contradicts itself.
         """
         at, end = start, start + length
         while at < end:
@@ -197,7 +197,7 @@ class Holes:
             at = hole
 
     def _next_data(self, at: int, end: int) -> tuple[int, int]:
-        """The first run of data in AT..END, as AT <= data <= hole <= END: a hole lies before it. Moves on always."""
+        """The first data in AT..END, and the hole after it: AT <= data <= hole <= END, and AT < hole."""
         fd = self.file.fd
         try:
             data = os.lseek(fd, at, os.SEEK_DATA)
@@ -224,11 +224,11 @@ class Holes:
         return data, min(hole, end)
 
     def _is_really_a_hole(self) -> bool:
-        """Whether to believe SEEK_DATA that all of the file is one hole.
+        """Whether all of the file is one hole, as SEEK_DATA says.
 
-        virtiofs, and file systems with delayed allocation, have said so of files with data, while st_blocks was 0.
-        So it takes a second witness: allocated blocks that the file system itself calls unwritten, a map of the
-        file's extents that is empty after a flush, or tmpfs, which has no disk to be late for.
+        virtiofs, and file systems with delayed allocation, have reported a hole for files with data, while st_blocks
+        was 0. So one of these must confirm it: st_blocks is not 0, so the blocks are allocated and unwritten; FIEMAP
+        finds no extents after a flush; or the file system is tmpfs, which allocates at once.
         """
         if os.fstat(self.file.fd).st_blocks:
             return True
@@ -287,16 +287,16 @@ class RawReader:
 
 
 def refuse_empty_device(size: int, name: str) -> None:
-    """Raise OpenError for a block device of SIZE 0: nothing is in it, so a checksum would be of nothing."""
+    """Raise OpenError for a block device of SIZE 0: it has no medium, and a checksum would mean nothing."""
     if size == 0:
         raise OpenError("is a block device of 0 bytes: it has no medium, or is not connected", name=name)
 
 
 def refuse_if_modified(before: os.stat_result, now: os.stat_result, name: str) -> None:
-    """Raise ChangedError if a regular file may have been written to between two looks at it.
+    """Raise ChangedError if a regular file may have been written to between two calls of stat().
 
-    Whoever writes and then puts the old mtime back (cp -p, rsync -t --inplace) still moves ctime, which nobody can put
-    back. ctime also changes on chmod, chown, link, rename and unlink; these can't be told from a write that they hide.
+    cp -p and rsync -t --inplace set the old mtime again after a write, but nobody can set ctime. ctime also changes on
+    chown, chmod, link, rename and unlink; these look the same as a write with the old mtime set again.
     """
     if now.st_mtime_ns != before.st_mtime_ns:
         raise ChangedError("the file was modified while it was read", name=name)
@@ -307,7 +307,7 @@ def refuse_if_modified(before: os.stat_result, now: os.stat_result, name: str) -
 
 
 def cache_details(file: HostFile) -> dict[str, object]:
-    """What --stats says of FILE's cache mode, with a remark where O_DIRECT was asked for and not possible."""
+    """FILE's cache mode for --stats, with a note if O_DIRECT was asked for and is not possible."""
     details: dict[str, object] = {"cache": "none" if file.direct else "writeback"}
     if file.direct_refused:
         details["cache_note"] = "O_DIRECT is not possible here: read through the page cache"

@@ -272,10 +272,12 @@ class LayeredReader:
                 layer.decompress(run.start // size * size)(stored, clusters[number * size : (number + 1) * size])
             except Error as error:
                 if isinstance(error, EndsEarlyError) and run.host + run.stored > file.size:
-                    error = TruncatedError(f"truncated: the file ends at byte {file.size}, in a compressed cluster")
+                    reason = f"truncated: the file ends at byte {file.size}, in a compressed cluster"
+                    raise TruncatedError(reason, name=file.name, offset=run.start) from None
                 if error.offset is None:
                     error.offset = run.start
-                raise error.about(file.name) from error.__cause__
+                error.about(file.name)
+                raise
 
     def _stored(self, file: HostFile, begin: int, end: int) -> Iterator[memoryview]:
         """BEGIN..END of FILE, which is not empty, in pieces that are overwritten by the next."""

@@ -1,7 +1,7 @@
 """Tables in memory: slices of them, a bounded cache, and runs of entries found in C.
 
-A slice may have thousands of entries that say one thing: those are compared many at a time. The 16 million of 1 TiB
-take 0.2 s so, and a loop over them takes 3.75 s.
+A slice can have thousands of equal or consecutive entries. These are compared many at a time: the 16 million entries of
+1 TiB take 0.2 s, and 3.75 s in a loop.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Table = tuple["array[int]", "array[int] | None"]
 
 
 def decode(raw: bytes, entry_size: int) -> Table:
-    """Big-endian entries of ENTRY_SIZE bytes -> integers. What is less than an entry at the end is dropped."""
-    words = array("Q")
-    words.frombytes(raw[: len(raw) // entry_size * entry_size])
+    """Big-endian entries of ENTRY_SIZE bytes, 8 or 16, as integers. An incomplete entry at the end is dropped."""
+    numbers = array("Q")
+    numbers.frombytes(raw[: len(raw) // entry_size * entry_size])
     if sys.byteorder == "little":
-        words.byteswap()
-    return (words, None) if entry_size == 8 else (words[::2], words[1::2])
+        numbers.byteswap()
+    return (numbers, None) if entry_size == 8 else (numbers[::2], numbers[1::2])
 
 
 class TableCache:
-    """Slices of tables, at most so many bytes of them, shared by all images of a chain and safe from any thread."""
+    """The slices used last, up to a limit in bytes. All images of a chain share it. Safe from any thread."""
 
     def __init__(self, limit: int = 8 * MIB) -> None:
         self._limit = limit
         self._size = 0
         self.loaded = 0
-        """Bytes of all slices that were ever read, as far as they take memory."""
+        """Bytes of memory for all slices read so far, including those that were dropped since."""
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
 
     def get(self, key: tuple[int, ...], load: Callable[[], Table]) -> Table:
-        """The slice of KEY, which tells all slices of all images apart, from LOAD where it isn't known."""
+        """The slice of KEY, which is unique among all images. LOAD() reads it if it is not cached."""
         with self._lock:
             table = self._tables.get(key)
             if table is not None:
@@ -64,16 +64,19 @@ class TableCache:
 
 
 def _cost(table: Table) -> int:
-    """Bytes that a slice takes in the cache, with what Python and the cache have for each."""
+    """Bytes of memory that a slice takes in the cache: its numbers, and 512 bytes of overhead."""
     entries, bitmaps = table
     return 512 + 8 * (len(entries) + (0 if bitmaps is None else len(bitmaps)))
 
 
 class Entries:
-    """Tables of the file NAME, with entries of one kind. Safe from any thread."""
+    """Tables with 32-bit or 64-bit entries in one file. Safe from any thread."""
 
     def __init__(self, read: ReadBytes, name: str, code: str, cache: TableCache, number: int = 0) -> None:
-        """READ reads the file. An entry is of CODE: `<I`, `>I` or `<Q`. NUMBER tells files that share CACHE apart."""
+        """READ reads the file NAME. CODE is the struct format of an entry: `<I`, `>I` or `<Q`.
+
+        NUMBER is the file's among those that share CACHE.
+        """
         self._read = read
         self._name = name
         self._code = code
@@ -83,9 +86,9 @@ class Entries:
         self._number = number
 
     def stretches(self, offset: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Entries FIRST..LAST of the table at OFFSET of the file: (index, count, entry), COUNT that are alike.
+        """Entries FIRST..LAST of the table at OFFSET of the file, as (index, count, entry): COUNT equal entries.
 
-        Lazily, a slice at a time. Raises TruncatedError where the file ends in them.
+        Reads a slice at a time. Raises TruncatedError if the file ends before entry LAST.
         """
         while first < last:
             start = first // self._count * self._count
@@ -109,15 +112,23 @@ class Entries:
         return array("Q", struct.unpack_from(f"{self._code[0]}{count}{self._code[1]}", raw)), None
 
 
-_SHORT = 32  # entries; runs up to this are found one by one, which takes 1.5 us, where the rest takes 7
+_SHORT = 32  # entries are compared one by one first: up to 1.5 us, and the big integers take 7
 
 
 class Progression:
-    """Runs of entries that are each `step` more than the one before.
+    """Finds runs of entries in which each is `step` more than the one before.
 
-    Many entries are compared as one integer that has them for its 64-bit digits: 3 ns for each, where making and
-    comparing an array takes 26 and a loop 50. What is wanted mostly is what was wanted last plus a constant.
-    Safe from any thread: each change is of one reference.
+    The entries of a slice are compared as one big integer with a 64-bit digit for each: 3 ns for an entry, where
+    comparing arrays takes 26 and a loop 50. The first entry is the lowest digit. With step 0x10000:
+
+        entries              0x50000  0x60000  0x70000  0x90000
+        expected             0x50000  0x60000  0x70000  0x80000
+        entries ^ expected         0        0        0  0x10000
+
+    The lowest bit that is set is bit 16 of digit 3, so the run has 3 entries.
+
+    The expected digits are kept, as the next run mostly starts at another entry: adding the same number to every
+    digit gives those. Safe from any thread: a change replaces one reference.
     """
 
     def __init__(self, step: int) -> None:
@@ -129,19 +140,26 @@ class Progression:
         self._of_all = lru_cache(maxsize=4)(ones.__mul__)
 
     def length(self, entries: array[int], index: int, last: int) -> int:
-        """How many of ENTRIES go on so from INDEX, before LAST; at least 1. All are below 2**64 if they do."""
-        wanted, stop, at = entries[index], min(last, index + _SHORT), index
-        while at < stop and entries[at] == wanted:
+        """The length of the run that starts at entry INDEX, before LAST; at least 1.
+
+        The caller guarantees entry + count * step < 2**64, so no digit carries into the next.
+        """
+        expected, stop, at = entries[index], min(last, index + _SHORT), index
+        while at < stop and entries[at] == expected:
             at += 1
-            wanted += self._step
+            expected += self._step
         if at < stop or at == last:
             return at - index
         count = last - index
-        differences = _digits(entries[index:last]) ^ self._from(entries[index]) & (1 << 64 * count) - 1
-        return count if not differences else (differences & -differences).bit_length() - 1 >> 6
+        mask = (1 << (64 * count)) - 1
+        differences = _digits(entries[index:last]) ^ (self._from(entries[index]) & mask)
+        if not differences:
+            return count
+        lowest_bit = (differences & -differences).bit_length() - 1
+        return lowest_bit // 64
 
     def _from(self, first: int) -> int:
-        """As many digits as a slice has entries: FIRST, FIRST + step ..."""
+        """The digits FIRST, FIRST + step, FIRST + 2 * step ..., one for each entry of a slice."""
         last, digits = self._last
         if first != last:
             digits += self._of_all(first - last)
@@ -151,12 +169,12 @@ class Progression:
 
 @lru_cache(maxsize=4)
 def progression(step: int) -> Progression:
-    """The Progression of STEP, which is shared."""
+    """The Progression of STEP. There is one for all who ask."""
     return Progression(step)
 
 
 def _digits(entries: array[int]) -> int:
-    """ENTRIES, the first one lowest, as one integer."""
+    """ENTRIES as one integer of 64-bit digits, the first one lowest."""
     if sys.byteorder == "big":
         entries.byteswap()
     return int.from_bytes(entries.tobytes(), "little")

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
+from imgsum.errors import FormatError, RefusedError, TruncatedError, naming
 from imgsum.source import OpenOptions, ReadBytes, refuse_larger
 from imgsum.source.file import HostFile
 from imgsum.source.layers import (
@@ -277,10 +277,8 @@ def _open_layers(files: list[HostFile], footer: Footer, options: OpenOptions) ->
     size = footer.size()
     while True:
         file = files[-1]
-        try:
+        with naming(file.name):
             header = None if footer.kind == FIXED else read_header(file.read_bytes, footer)
-        except Error as error:
-            raise error.about(file.name) from None
         layers.append(_VhdLayer(file, size, footer.kind, header, cache, len(layers)))
         if options.untrusted:
             bound_work(layers[0], cache)
@@ -302,10 +300,8 @@ def _add_parent(files: list[HostFile], header: Header, options: OpenOptions) -> 
             continue
         parent = HostFile(path, f"{files[0].name}: parent {path}", options)
         files.append(parent)
-        try:
+        with naming(parent.name):
             footer = read_footer(parent.read_bytes, parent.size)
-        except Error as error:
-            raise error.about(parent.name) from None
         if any(parent.identity == other.identity for other in files[:-1]):
             raise RefusedError("the chain of parents is a loop", name=child.name)
         if footer.unique_id == header.parent_id:

@@ -22,7 +22,7 @@ LONGEST_LINE = 64 * KIB
 """Bytes. A path is at most 4 KiB; whatever is longer is not held in memory."""
 
 LONGEST_SKIP = 64 * MIB
-"""Bytes without the end of a line after which reading ends: a sparse disk image would take for ever."""
+"""Bytes without the end of a line after which reading ends: a sparse disk image would take hours."""
 
 CHUNK = 64 * KIB
 _BLANK = b" \t"

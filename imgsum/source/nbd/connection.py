@@ -1,9 +1,9 @@
 """One NBD connection, for one thread or for many that have their requests in flight together.
 
-libnbd's own waiting calls hold the handle's lock while they wait, and no signal interrupts them. So nobody waits in
-libnbd here: poll(2) waits for the socket, and then a call that never blocks moves the handle's state machine. A thread
-that is alone on its connection does that itself. On a shared one it is done by a thread of the connection's own, the
-pump, and the others sleep until their request is done. (Passing that duty on among them was no faster, and more code.)
+libnbd's blocking calls hold the handle's lock while they wait, and signals don't interrupt them. So this module waits
+with poll(2) for the socket, and then moves the handle's state machine by a call that never blocks. A thread that has a
+connection to itself does that. A shared connection has a thread for it, the pump, and the others sleep until their
+request is done. (Letting the waiting threads take turns was no faster, and more code.)
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _READ_ERROR = 3  # LIBNBD_READ_ERROR, a chunk's status
 
 _FLOOD = "the NBD server sends more than was asked for"
 _MAX_STEPS = 2000
-"""Steps of libnbd's state machine in the handshake: 70 are usual, and a reply takes 3."""
+"""Maximum steps of libnbd's state machine in the handshake. 70 are usual; each reply takes 3."""
 _MAX_STATUS = 8 * MIB
-"""Bytes of a reply about extents: what nbdkit sends at most. qemu-nbd sends 1 MiB."""
+"""Maximum bytes of a BLOCK_STATUS chunk. nbdkit sends up to 8 MiB, qemu-nbd up to 1 MiB."""
 _MAX_STATUS_CHUNKS = 64
 _MIN_CHUNK = 512
-"""Bytes of a read per chunk, on average, below which the reply is a flood."""
+"""Average bytes of a chunk of a read. If chunks are smaller, the reply is a flood."""
 _CHECK_EVERY = 0.05
 
 
 class _Request:
-    """One command in flight, and the thread that waits for it."""
+    """A command in flight. One thread waits for it."""
 
     __slots__ = ("deadline", "error", "hold", "ready")
 
     def __init__(self, deadline: float | None, hold: object) -> None:
         self.deadline = deadline
         self.hold = hold
-        """What libnbd writes to: must live as long as the command."""
+        """The buffer or callback, which must live as long as the command."""
         self.error: Exception | None = None
         self.ready = threading.Lock()
         """Held until the request is done."""
@@ -64,9 +64,9 @@ class Connection:
     """
 
     def __init__(self, start: Callable[[Any], None], *, contexts: Sequence[str], io_timeout: float | None) -> None:
-        """START(handle) starts connecting, e.g. by its aio_connect_uri. Nothing is connected yet: see connect().
+        """START(handle) starts connecting, e.g. by aio_connect_uri(); connect() calls it.
 
-        CONTEXTS: what block_status() may be asked about.
+        CONTEXTS: the metadata contexts for block_status(). IO_TIMEOUT: seconds, or None.
         """
         nbd = libnbd.load()
         try:
@@ -76,9 +76,9 @@ class Connection:
         self.handle: Any = nbd.NBD()
         self._from_buffer = nbd.Buffer.from_buffer
         self._nbd_error: type[Exception] = nbd.Error
-        # A minimum block size that doesn't divide the export's size leaves a tail, which libnbd would not ask for.
+        # With STRICT_ALIGN, libnbd refuses to read the end of an export whose size is no multiple of the block size.
         self.handle.set_strict_mode(self.handle.get_strict_mode() & ~nbd.STRICT_ALIGN)
-        self.handle.set_pread_initialize(False)  # read() itself sees to it that all of the buffer was written
+        self.handle.set_pread_initialize(False)  # read() checks that the reply fills the buffer
         for context in contexts:
             self.handle.add_meta_context(context)
         self._start = start
@@ -93,15 +93,15 @@ class Connection:
         self._ready = False
         self._flooded = self._interrupted = False
         self._structured = self._encrypted = False
-        self._questions = 0
+        self._status_requests = 0
         """Block status requests in flight."""
         self._largest_read = 0
         self._ends = 0
-        """Chunks and requests that have ended: callbacks count them."""
+        """Chunks and requests that are complete."""
         self._flow = 0
-        """Bytes that came since the last of those, while there are questions."""
+        """Bytes received since then, while block status requests are in flight."""
         self._failure: str | None = None
-        """Why nothing works any more, once that is so."""
+        """Why the connection can't be used any more, or None."""
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
         self._polling = False
@@ -122,7 +122,7 @@ class Connection:
         # In a thread of its own: no signal interrupts the look-up of a host name.
         threading.Thread(target=negotiate, name="nbd-connect", daemon=True).start()
         while not done.wait(_CHECK_EVERY):
-            # The grace lets the thread's own message, which says more, come first.
+            # Wait a little longer for the thread's own error, which says more.
             if time.monotonic() > deadline + 0.2:
                 if self._fd < 0:
                     raise OpenError(f"the NBD server's address was not found within {timeout:g} seconds")
@@ -140,8 +140,8 @@ class Connection:
             server: META_CONTEXT, ACK              us: GO
             server: INFO export, [INFO ...], ACK
 
-        The server may send any number of META_CONTEXT and INFO. libnbd takes all that come, in one call, and keeps
-        the names of the contexts: 400 MiB in a second. So its steps are counted.
+        The server may send any number of META_CONTEXT and INFO. libnbd reads all of them in one call, and keeps the
+        names of the contexts: 400 MiB in a second. So the steps of its state machine are limited.
         """
         steps = 0
 
@@ -151,10 +151,10 @@ class Connection:
             if steps > _MAX_STEPS:
                 self._interrupt()
 
-        # No frame keeps the handle: an error, which has frames, may live longer than the connection.
+        # Don't keep the handle in a local variable: an error's traceback would keep it, and the connection, open.
         libnbd.on_debug(self.handle, count_step)
         self._start(self.handle)
-        self._ready = self.handle.aio_is_ready()  # libnbd went on as long as it need not wait: perhaps to the end
+        self._ready = self.handle.aio_is_ready()  # the handshake may be over already, if nothing had to wait
         while not self._ready:
             self._move(deadline, _not_ready(timeout))
         libnbd.end_debug(self.handle)
@@ -162,7 +162,7 @@ class Connection:
         self._encrypted = self.handle.get_tls_negotiated()
 
     def _interrupt(self) -> None:
-        """Have libnbd find its connection closed. Called by libnbd, with its lock held, while it reads a flood."""
+        """Make libnbd see a closed connection. Called from libnbd, with its lock held, while it reads a flood."""
         self._flooded = True
         if self._interrupted:
             return
@@ -171,9 +171,9 @@ class Connection:
             known = self._fd >= 0 and os.fstat(self._fd).st_ino == self._inode
         except OSError:
             known = False
-        if (
-            not known
-        ):  # it floods in the very step in which libnbd has connected, and which descriptor that is, is unknown
+        if not known:
+            # The flood comes in the step in which libnbd connects, before its descriptor is known. Block this thread:
+            # connect() times out.
             threading.Event().wait()
         ours, closed = socket.socketpair()
         closed.close()
@@ -194,20 +194,20 @@ class Connection:
         return size
 
     def share(self) -> None:
-        """From now on, several threads may have requests in flight. To be called once, when none are."""
+        """Allow several threads to have requests in flight. Call it once, when there are none."""
         self._shared = True
         threading.Thread(target=self._pump, name="nbd-pump", daemon=True).start()
 
     def _pump(self) -> None:
         """Move the state machine until the connection ends.
 
-        libnbd calls back from here, then, and never from the main thread. It prints and forgets what is raised in a
-        callback: there, that could be the exception of a signal.
+        libnbd swallows exceptions raised in callbacks. Signals raise in the main thread, so callbacks must not run
+        there.
         """
         try:
             while True:
                 self._move(None, "")
-        except Exception as error:  # whatever it is, nobody may be left waiting; mostly the connection ended
+        except Exception as error:  # whatever it is, wake all who wait; usually the connection ended
             with self._lock:
                 self._fail(libnbd.message(error))
 
@@ -217,7 +217,8 @@ class Connection:
             simple:       REPLY data
             structured:   DATA offset data | HOLE offset length | ERROR, in any number and order; the last is DONE
 
-        libnbd keeps each chunk inside the request, and counts their bytes, but overlapping chunks leave gaps.
+        libnbd checks that each chunk is inside the request, and the sum of their lengths. Chunks that overlap can still
+        leave gaps.
         """
         seen: list[tuple[int, int]] = []
         failed_at: list[int] = []
@@ -254,14 +255,14 @@ class Connection:
             raise ReadError("the NBD server's reply does not cover what was asked for", offset=end)
 
     def block_status(self, offset: int, length: int, asked: str = ALLOCATION) -> bytes | None:
-        """The server's extents from OFFSET on, as pairs of 32-bit numbers; it was ASKED about LENGTH bytes.
+        """The server's extents from OFFSET, as pairs of 32-bit numbers: length and flags. LENGTH: bytes of the request.
 
-        None when it does not say: it answers with an error, or not about that context. Raises ReadError when the
-        connection is broken.
+        None if the reply is an error, or has nothing about the context ASKED for. Raises ReadError if the connection is
+        broken.
 
             BLOCK_STATUS context (length flags)... | ERROR, in any number; the last is DONE
 
-        The first one about the context counts.
+        The first chunk of the context counts.
         """
         answers: list[bytes] = []
         count = 0
@@ -311,9 +312,9 @@ class Connection:
                 self._check_alive(libnbd.message(error))
                 raise
             self._requests[cookie] = request
-            self._questions += asks
-            self._finish()  # with TLS, what is read already may have been an answer
-            # The pump may be waiting for something else, and not until this request's deadline.
+            self._status_requests += asks
+            self._finish()  # with TLS, libnbd may have the reply already
+            # The pump may wait for other events, and longer than until this request's deadline.
             if self._shared and (timeout is not None or self.handle.aio_get_direction() & ~self._polled):
                 os.eventfd_write(self._wake, 1)
         if self._shared:
@@ -323,18 +324,18 @@ class Connection:
                 self._move(None, "")
         if asks:
             with self._lock:
-                self._questions -= 1
+                self._status_requests -= 1
         if request.error is not None:
             raise request.error
 
     def _move(self, deadline: float | None, late: str) -> None:
-        """Wait for the socket, then take one step; fail for the reason LATE after DEADLINE. In one thread at a time."""
+        """Wait for the socket, then take one step. After DEADLINE, fail for the reason LATE. One thread at a time."""
         with self._lock:
             if self._failure is not None:
                 raise OpenError(self._failure)
             direction = self.handle.aio_get_direction()
             if not self._ready or self._fd < 0:
-                # While a host's addresses are tried, the socket is another one every time.
+                # libnbd tries the addresses of a host one by one, each with a new socket.
                 self._fd = self.handle.aio_get_fd()
                 self._inode = os.fstat(self._fd).st_ino
             if self._fd != self._polled_fd or direction != self._polled:
@@ -365,18 +366,18 @@ class Connection:
                     self._step(direction, events)
                 else:
                     os.eventfd_read(fd)
-            # Also when something came: a server may send a byte now and then, or what libnbd skips.
+            # Also after an event: a server may send single bytes, or data that libnbd skips.
             if deadline is not None and time.monotonic() >= deadline and (self._requests or not self._ready):
                 self._fail(late)
                 raise OpenError(late)
 
     def _step(self, direction: int, events: int) -> None:
-        """Let libnbd do what EVENTS of poll(2) make possible.
+        """Let libnbd handle EVENTS of poll(2).
 
-        Once the handshake is over it takes no more than the rest of one chunk, or with TLS of one record.
+        After the handshake, it reads at most to the end of one chunk; with TLS, of one record.
         """
         ends = self._ends
-        queued = _queued(self._fd) if self._questions else 0
+        queued = _queued(self._fd) if self._status_requests else 0
         try:
             if direction & _READ and events & ~select.POLLOUT:
                 self.handle.aio_notify_read()
@@ -390,14 +391,14 @@ class Connection:
         if not self._ready:
             self._ready = self.handle.aio_is_ready()
         self._finish()
-        # In the midst of a chunk libnbd has taken at least what was queued. (With TLS it has taken one record.)
-        self._flow = self._flow + queued if self._questions and ends == self._ends and not self._encrypted else 0
+        # If no chunk ended, libnbd has read at least the bytes that were queued. (With TLS, it has read one record.)
+        self._flow = self._flow + queued if self._status_requests and ends == self._ends and not self._encrypted else 0
         if self._flooded or self._flow > max(_MAX_STATUS, self._largest_read) + KIB:
             self._fail(_FLOOD)
             raise OpenError(_FLOOD)
 
     def _finish(self) -> None:
-        """Wake those whose requests are done. Called with the lock held."""
+        """Wake the threads whose requests are done. Called with the lock held."""
         while self._requests and (cookie := self.handle.aio_peek_command_completed()):
             request = self._requests.pop(cookie)
             self._ends += 1
@@ -416,7 +417,7 @@ class Connection:
             raise OpenError(reason)
 
     def _fail(self, reason: str) -> None:
-        """From now on everything fails for REASON, and so do the requests in flight. Called with the lock held."""
+        """Fail all requests in flight, and all later calls, for REASON. Called with the lock held."""
         if self._failure is not None:
             return
         self._failure = reason = _FLOOD if self._flooded else reason

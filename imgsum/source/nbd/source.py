@@ -10,7 +10,7 @@ from struct import iter_unpack
 from threading import Lock
 from typing import Any, NamedTuple
 
-from imgsum.errors import ChangedError, FormatError, OpenError, RefusedError, UsageError
+from imgsum.errors import ChangedError, Error, FormatError, OpenError, ReadError, RefusedError, UsageError
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions
 from imgsum.source.nbd.connection import ALLOCATION, DIRTY_BITMAP, Connection
@@ -20,23 +20,23 @@ MAX_CONNECTIONS = 8
 """One for each worker."""
 
 _EXTRA_TIMEOUT = 2.0
-"""Seconds for connections beyond the first: a server with all its places taken leaves us waiting, not refused."""
+"""Seconds to connect again: a server that accepts no more clients lets further ones wait, and does not refuse them."""
 
 _MAX_REQUEST = 32 * MIB
-"""The most that a request may ask for when the server does not say."""
+"""The maximum size of a request, and the server's maximum if it has none. In bytes."""
 _GOOD_REQUEST = 512 * KIB
-"""The most that one asks for, unless reads are larger than a request has by default. For each of 1 MiB qemu-nbd maps
-its buffer anew: 1.5 s of its time for 3 GiB, against 0.8 s in halves, and 1.0 s in quarters."""
+"""The usual maximum of a request. For requests of 1 MiB qemu-nbd maps a new buffer each time: 3 GiB take it 1.5 s, with
+requests of 512 KiB 0.8 s, and of 256 KiB 1.0 s."""
 
-_ZERO = 2  # LIBNBD_STATE_ZERO. Of HOLE alone the protocol says nothing about the content.
+_ZERO = 2  # LIBNBD_STATE_ZERO. HOLE alone does not tell what the content is.
 
 _FIRST_STATUS, _MAX_STATUS = 16 * MIB, GIB
-"""Bytes covered by the first question for extents, and by the largest. 8 TiB is 8200 questions; the answer about a GiB
-of alternating 4 KiB extents has 2 MiB."""
-_FEW_QUESTIONS, _WORTH_ASKING = 1000, 64 * KIB
-"""After some questions, an answer must on average be about so many bytes: reading as many is no slower than asking."""
+"""Bytes covered by the first BLOCK_STATUS request, and the maximum for later ones. 8 TiB takes 8200 requests; the reply
+about 1 GiB of alternating 4 KiB extents has 2 MiB."""
+_FEW_REQUESTS, _WORTH_A_REQUEST = 1000, 64 * KIB
+"""After 1000 requests, a reply must cover 64 KiB on average: reading less than that is as fast as asking about it."""
 _MANY_EXTENTS = 16 * KIB
-"""An answer with more extents halves the next question, one with a lot less doubles it."""
+"""A reply with more extents halves the range of the next request; one with less than a quarter doubles it."""
 
 
 class Limits(NamedTuple):
@@ -66,7 +66,7 @@ def open_nbd(uri: str, options: OpenOptions) -> NbdSource:
 
 
 def not_a_uri(name: str) -> str:
-    """What to say of NAME, which begins with `nbd` like a URI, is none, and is no file either."""
+    """The message for NAME, which begins with `nbd`, but is neither an NBD URI nor a file."""
     parts = name.split(":", 2)
     if name.startswith("nbd:unix:"):
         socket, _, export = parts[2].partition(":exportname=")
@@ -78,10 +78,10 @@ def not_a_uri(name: str) -> str:
 
 
 class NbdSource:
-    """An export, or what a server of ours exports. Satisfies Source."""
+    """An NBD export. Satisfies Source."""
 
     def __init__(self, name: str, start: Callable[[Any], None], options: OpenOptions, *, tls: bool = False) -> None:
-        """Connect. START(handle) starts it; TLS: the connection must be encrypted. Raises an imgsum.Error."""
+        """Connect. START(handle) starts connecting; TLS: it must be encrypted. Raises an imgsum.Error."""
         self.name = name
         self.format = "raw"
         self._start = start
@@ -101,7 +101,7 @@ class NbdSource:
             self.size = self._first.size()
             self._limits = _limits(handle, options.request_size)
             self._contexts = {context for context in contexts if handle.can_meta_context(context)}
-            """What the server answers about."""
+            """The metadata contexts that the server supports, and did not fail for."""
             multi_conn = handle.can_multi_conn()
             self._details: dict[str, object] = {
                 "nbd_multi_conn": multi_conn,
@@ -112,10 +112,10 @@ class NbdSource:
         except BaseException:
             self.close()
             raise
-        most = min(MAX_CONNECTIONS, options.connections or MAX_CONNECTIONS) if multi_conn else 1
-        self._slots = [_Slot() for _ in range(most)]
+        count = min(MAX_CONNECTIONS, options.connections or MAX_CONNECTIONS) if multi_conn else 1
+        self._slots = [_Slot() for _ in range(count)]
         self._slots[0].connection = self._first
-        self._first.share()  # between questions for extents and at least one worker
+        self._first.share()  # block status requests and at least one worker use it at the same time
 
     def extents(self, start: int, length: int) -> Iterator[Extent]:
         """See Source."""
@@ -129,18 +129,19 @@ class NbdSource:
         return self._statuses(0, self.size, context)
 
     def _statuses(self, start: int, end: int, context: str) -> Iterator[Extent]:
-        """What the server says of START..END in CONTEXT: zero, or not dirty.
+        """The server's extents of START..END in CONTEXT. `zero` is zero, or not dirty.
 
-        A server that gives no answer once, or little by little, is not asked again: the rest is data, or dirty.
+        If a request fails, or the extents are so short that reading is faster, no more requests are sent: the rest is
+        data, or dirty.
         """
-        at, stretch, questions = start, _FIRST_STATUS, 0
+        at, stretch, requests = start, _FIRST_STATUS, 0
         while at < end:
-            questions += 1
+            requests += 1
             begun, count = at, 0
             for extent in self._block_status(at, min(end, at + stretch), context):
                 yield extent
                 at, count = extent.end, count + 1
-            if at == begun or (questions > _FEW_QUESTIONS and at - start < questions * _WORTH_ASKING):
+            if at == begun or (requests > _FEW_REQUESTS and at - start < requests * _WORTH_A_REQUEST):
                 self._contexts.discard(context)
                 if at < end:
                     yield Extent(at, end - at, False)
@@ -151,15 +152,20 @@ class NbdSource:
                 stretch = min(_MAX_STATUS, stretch * 2)
 
     def _block_status(self, start: int, end: int, context: str) -> Iterator[Extent]:
-        """What the server says of START..END, or of a beginning of it; nothing when it does not say."""
+        """The server's extents from START on: up to END, or fewer; none if the request fails."""
         if context not in self._contexts:
             return
         minimum = self._limits.minimum
         at = start - start % minimum
         length = min(-(-(end - at) // minimum) * minimum, self.size - at)
-        for count, flags in iter_unpack("=II", self._first.block_status(at, length, context) or b""):
-            # The last extent may be longer than what was asked about, which is in the protocol's liberties, and so
-            # may an extent of no length be. What is outside START..END is not taken from here.
+        try:
+            pairs = self._first.block_status(at, length, context) or b""
+        except ReadError as error:
+            self.explain(error)
+            raise
+        for count, flags in iter_unpack("=II", pairs):
+            # The protocol allows the last extent to be longer than the request, and extents of length 0. Only what is
+            # inside START..END counts.
             extent_end = min(at + count, end)
             if extent_end > max(at, start):
                 zero = bool(flags & _ZERO) if context == ALLOCATION else not flags
@@ -169,7 +175,7 @@ class NbdSource:
                 return
 
     def reader(self) -> NbdReader:
-        """See Source. Opens a connection where this is the first worker to use it, or shares one."""
+        """See Source. Opens another connection for the worker, or shares one."""
         with self._lock:
             slot = self._slots[self._readers % len(self._slots)]
             self._readers += 1
@@ -178,10 +184,13 @@ class NbdSource:
                 slot.connection = self._connect_again()
                 if len(self._slots) < MAX_CONNECTIONS and slot.connection is not self._first:
                     slot.connection.share()
-        return NbdReader(slot.connection, self._limits, self.size)
+        return NbdReader(slot.connection, self._limits, self.size, self.explain)
+
+    def explain(self, error: Error) -> None:
+        """Add to ERROR what is known about the server: nothing, unless we started it."""
 
     def _connect_again(self) -> Connection:
-        """Another connection; the first one where the server has no place for more."""
+        """Another connection, or the first one if the server does not accept more."""
         try:
             connection = self._connect(min(_EXTRA_TIMEOUT, self._options.connect_timeout))
         except OpenError:
@@ -243,8 +252,9 @@ class _Slot:
 class NbdReader:
     """Reads an export for one worker, in requests that keep the server's limits. Satisfies Reader."""
 
-    def __init__(self, connection: Connection, limits: Limits, size: int) -> None:
-        self._read = connection.read
+    def __init__(self, connection: Connection, limits: Limits, size: int, explain: Callable[[ReadError], None]) -> None:
+        self._connection = connection
+        self._explain = explain
         self._limits = limits
         self._size = size
 
@@ -259,19 +269,26 @@ class NbdReader:
                 count -= count % minimum
             if skip == 0 and count:
                 self._read(at, buffer[at - offset : at - offset + count])
-            else:  # part of a block: read the whole of it elsewhere
+            else:  # part of a block: read all of it into another buffer
                 block = bytearray(min(minimum, self._size - (at - skip)))
                 self._read(at - skip, memoryview(block))
                 count = min(end - at, len(block) - skip)
                 buffer[at - offset : at - offset + count] = block[skip : skip + count]
             at += count
 
+    def _read(self, offset: int, buffer: memoryview) -> None:
+        try:
+            self._connection.read(offset, buffer)
+        except ReadError as error:
+            self._explain(error)
+            raise
+
     def close(self) -> None:
-        """See Reader. The connection is the source's."""
+        """See Reader. The source closes the connection."""
 
 
 def _limits(handle: Any, request_size: int) -> Limits:
-    """The server's block sizes, with the protocol's defaults for what it doesn't say, and ours. Raises FormatError."""
+    """The limits of requests: the server's block sizes or the protocol's defaults, and ours. Raises FormatError."""
     minimum, preferred, maximum = (handle.get_block_size(which) for which in (0, 1, 2))  # LIBNBD_SIZE_*
     minimum = minimum or 1
     maximum = min(maximum or _MAX_REQUEST, _MAX_REQUEST)

@@ -1,7 +1,7 @@
 """qcow2's header, header extensions and snapshot table: bytes -> records, each field checked against its limit.
 
-Pure parsing (spec: docs/interop/qcow2.txt, `Header`, `Header extensions`, `Snapshots`). The limits are those that
-QEMU's driver enforces when it opens an image. No allocation is taken from a field before it was checked.
+Pure parsing (spec: docs/interop/qcow2.txt, `Header`, `Header extensions`, `Snapshots`). The limits are those of QEMU's
+driver. Every field is checked before it is used as the size of anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Header(NamedTuple):
     size: int
     """Of the content: the header's size rounded down to whole sectors of 512 bytes, as QEMU does."""
     crypt_method: int
-    """0: none. What else there is, is not read here."""
+    """0: not encrypted. Anything else is for QEMU to read."""
     l1_size: int
     """Entries of the L1 table, at least as many as `size` needs."""
     l1_offset: int
@@ -64,16 +64,16 @@ class Header(NamedTuple):
     data_file: bytes | None
     """The name of the external data file, if the image has one and records its name."""
     has_data_file: bool
-    """Guest data is in another file, at the guest's offsets."""
+    """The content is in an external data file, at the same offsets."""
     compression: int
     extended_l2: bool
     """L2 entries have 16 bytes, and clusters 32 subclusters."""
     corrupt: bool
-    """QEMU found the image to be corrupt once, and opens it only for reading."""
+    """The image is marked as corrupt. QEMU opens such images only for reading."""
     bitmaps: bytes | None = None
     """The bitmaps extension, if there is one: see bitmaps.py."""
     bitmaps_consistent: bool = False
-    """Whoever wrote to the image last knew bitmaps."""
+    """The last writer supports bitmaps, so they are up to date."""
 
     @property
     def cluster_size(self) -> int:
@@ -192,7 +192,7 @@ def find_snapshot(read: ReadBytes, header: Header, wanted: bytes) -> Snapshot:
 
 
 def at_snapshot(header: Header, snapshot: Snapshot) -> Header:
-    """HEADER with SNAPSHOT's L1 table and size for the active ones: what `qemu-img snapshot -a` would make active."""
+    """HEADER with the L1 table and the size of SNAPSHOT, as after `qemu-img snapshot -a`."""
     fields = "snapshot's l1_size", "snapshot's l1_table_offset"
     _check_table(_Table(*fields, snapshot.l1_offset, snapshot.l1_size, 8, _MAX_L1_BYTES), header.cluster_size)
     size = header.size if snapshot.disk_size is None else snapshot.disk_size // 512 * 512
@@ -201,15 +201,14 @@ def at_snapshot(header: Header, snapshot: Snapshot) -> Header:
 
 
 class _Table(NamedTuple):
-    """What the header says of a table that is elsewhere in the file."""
+    """A table that the header refers to, and its limit in bytes."""
 
     entries_field: str
     offset_field: str
     offset: int
     entries: int
     entry_size: int
-    most: int
-    """Bytes that it may have."""
+    max_bytes: int
 
 
 class _Extensions(NamedTuple):
@@ -252,7 +251,7 @@ def _extensions(read: ReadBytes, start: int, end: int) -> _Extensions:
 
 
 def _check_features(incompatible: int, names: bytes) -> None:
-    """Refuse incompatible features that are not known, by the name that the image has for them."""
+    """Raise FormatError for unknown incompatible features, with the name that the image has for the first."""
     unknown = incompatible & ~(_DIRTY | _CORRUPT | _DATA_FILE | _COMPRESSION | _EXTENDED_L2)
     if not unknown:
         return
@@ -278,8 +277,8 @@ def _compression(raw: bytes, header_length: int, incompatible: int) -> int:
 def _backing_file(read: ReadBytes, offset: int, length: int, cluster_size: int) -> bytes | None:
     if not offset:
         return None
-    most = min(_MAX_BACKING_NAME, cluster_size - offset)
-    _check("backing_file_size", length, length <= most, f"more than {most}")
+    maximum = min(_MAX_BACKING_NAME, cluster_size - offset)
+    _check("backing_file_size", length, length <= maximum, f"more than {maximum}")
     name = read(offset, length)
     if len(name) < length:
         raise TruncatedError(f"truncated: the file ends at byte {offset + len(name)}, in the backing file's name")
@@ -310,9 +309,9 @@ def _snapshots(read: ReadBytes, header: Header) -> Iterator[Snapshot]:
 
 
 def _check_table(table: _Table, cluster_size: int) -> None:
-    """A table's place: on a cluster boundary, not too large, and within what an offset can say."""
-    entries_field, offset_field, offset, entries, entry_size, most = table
-    _check(entries_field, entries, entries * entry_size <= most, f"more than {most // entry_size}")
+    """Raise FormatError unless TABLE begins on a cluster boundary, is not too large, and ends below 2**63."""
+    entries_field, offset_field, offset, entries, entry_size, max_bytes = table
+    _check(entries_field, entries, entries * entry_size <= max_bytes, f"more than {max_bytes // entry_size}")
     _check(offset_field, offset, offset % cluster_size == 0, f"not a multiple of the cluster size, {cluster_size}")
     _check(offset_field, offset, offset + entries * entry_size <= MAX_SIZE, "too large")
 
@@ -328,5 +327,5 @@ def _require(raw: bytes, length: int, what: str) -> None:
 
 
 def _c_string(raw: bytes) -> bytes:
-    """RAW up to its first NUL, which is all that QEMU sees of it."""
+    """RAW up to its first NUL, as QEMU reads it."""
     return raw.partition(b"\0")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from imgsum.errors import Error, FormatError, NotNativeError, RefusedError
+from imgsum.errors import FormatError, NotNativeError, RefusedError, naming
 from imgsum.extent import Extent
 from imgsum.source import OpenOptions, refuse_larger
 from imgsum.source.backing import PROTOCOL, backing_file
@@ -120,12 +120,10 @@ def _open_layers(file: HostFile, options: OpenOptions, opened: list[HostFile]) -
 
 
 def _read_header(file: HostFile) -> Header:
-    try:
+    with naming(file.name):
         header = parse(file.read_bytes)
         if header.crypt_method:
             raise NotNativeError("is encrypted")
-    except Error as error:
-        raise error.about(file.name) from None
     return header
 
 

@@ -83,8 +83,8 @@ class Server:
         # A path of /proc leads to the socket itself, however long or gone its own path is.
         handle.aio_connect_unix(f"/proc/self/fd/{self._address}")
 
-    def words(self) -> str:
-        """The last of what the server has said on its standard error, in one line; empty if it said nothing."""
+    def last_message(self) -> str:
+        """The last three lines that the server wrote to stderr, as one line; empty if there are none."""
         with contextlib.suppress(BlockingIOError):
             self._said += os.read(self._messages, 64 * 1024)
         prefix = re.compile(rf"(?:{re.escape(self._path)}|{re.escape(self.program)}): ")

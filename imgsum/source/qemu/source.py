@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from imgsum.errors import Error, MissingError, OpenError, ReadError, RefusedError, UsageError, os_error_reason
+from imgsum.errors import Error, MissingError, OpenError, RefusedError, UsageError, naming, os_error_reason
 from imgsum.extent import Extent
-from imgsum.source import NATIVE, Command, OpenOptions, Reader
+from imgsum.source import NATIVE, Command, OpenOptions
 from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_details
 from imgsum.source.layers import LayeredSource
@@ -24,7 +24,7 @@ from imgsum.source.vhd import DIFFERENCING, read_footer
 
 _FIRST_FD = 5  # where qemu-nbd finds our descriptors; those before are in use (server.py)
 
-_MOST_FILES = 64
+_MAX_FILES = 64
 """Backing files and extents of one image. Each takes a descriptor, or more."""
 
 # qemu-nbd: Failed to blk_new_open 'json:{...}': Max Table Entries too large
@@ -38,7 +38,7 @@ _MODULE = re.compile(r"dmg-(\w+) module is missing")
 
 
 def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> ServedSource:
-    """FILE, an image of that format, as a private qemu-nbd reads it. FILE is closed with the source, or on failure.
+    """Open FILE, an image of FORMAT_NAME, with a private qemu-nbd. FILE is closed with the source, or on failure.
 
     Raises an imgsum.Error.
     """
@@ -69,7 +69,7 @@ def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> Se
         server = Server(command, keep=image.descriptors)
         stack.callback(server.close)
         source = ServedSource(file.name, format_name, server, options, image.files)
-        source.also_close(stack.pop_all())
+        source.resources = stack.pop_all()
         source.note = image.note
         if image.size not in (None, source.size):
             source.close()
@@ -78,126 +78,86 @@ def open_with_qemu(file: HostFile, format_name: str, options: OpenOptions) -> Se
 
 
 def open_command(command: Command, options: OpenOptions) -> ServedSource:
-    """What COMMAND exports. It gets its socket by socket activation, as from nbdcopy."""
+    """The export of COMMAND, which gets its listening socket by socket activation, as from nbdcopy."""
     if options.format not in (None, "raw"):
         raise UsageError(f"an NBD export can't be read as {options.format}: its content is what the server makes of it")
     with contextlib.ExitStack() as stack:
-        server = Server(command.words)
+        server = Server(command.argv)
         stack.callback(server.close)
         source = ServedSource(str(command), "raw", server, options, [])
-        source.also_close(stack.pop_all())
+        source.resources = stack.pop_all()
         return source
 
 
-class ServedSource:
-    """The export of a server of ours. Satisfies Source."""
+class ServedSource(NbdSource):
+    """The export of a server that we started. Its errors have the server's last message."""
 
     def __init__(
         self, name: str, format_name: str, server: Server, options: OpenOptions, files: Sequence[HostFile]
     ) -> None:
         """Connect to SERVER, which reads FILES. Raises an imgsum.Error."""
-        self.name = name
-        self.format = format_name
         self.note: str | None = None
-        """What a user should know of the value."""
+        """What a user should know about a checksum of this content, or None."""
+        self.resources = contextlib.ExitStack()
+        """Closed with the source, after the connections."""
         self._server = server
         self._files = files
-        self._resources = contextlib.ExitStack()
         try:
-            self._export = NbdSource(name, server.connect, options)
+            super().__init__(name, server.connect, options)
         except OpenError as error:
-            # The reason is what the server said before it ended, not that the connection broke.
-            raise self._explained(error, within=0.5) from error.__cause__
-        self._resources.callback(self._export.close)
-        self.size = self._export.size
-
-    def also_close(self, resources: contextlib.ExitStack) -> None:
-        """Close RESOURCES when this is closed, after the connections."""
-        connections = self._resources.pop_all()
-        self._resources.push(resources)
-        self._resources.push(connections)
-
-    def extents(self, start: int, length: int) -> Iterator[Extent]:
-        """See Source."""
-        try:
-            yield from self._export.extents(start, length)
-        except ReadError as error:
-            raise self._explained(error) from error.__cause__
+            # The server's message, as it ends, says more than that the connection broke.
+            self.explain(error, within=0.5)
+            raise
+        self.format = format_name
 
     def clean(self, bitmap: str) -> Iterator[Extent]:
-        """See Source. A command's export may offer a bitmap; our own qemu-nbd does not."""
+        """See Source. A command's export may have bitmaps; that of our own qemu-nbd has none."""
         if self._files:
             raise RefusedError("dirty bitmaps are read by imgsum's own reader of qcow2 only")
-        try:
-            yield from self._export.clean(bitmap)
-        except ReadError as error:
-            raise self._explained(error) from error.__cause__
-
-    def reader(self) -> Reader:
-        """See Source."""
-        return _Reader(self, self._export.reader())
+        return super().clean(bitmap)
 
     def check_unchanged(self) -> None:
-        """See Source. Of a command's export nobody can tell."""
+        """See Source. For a command's export there is no way to tell."""
         for file in self._files:
             file.check_unchanged()
 
     def details(self) -> dict[str, object]:
         """See Source."""
-        details: dict[str, object] = {"served_by": self._server.program, **self._export.details()}
+        details: dict[str, object] = {"served_by": self._server.program, **super().details()}
         return {**details, **cache_details(self._files[0])} if self._files else details
 
     def close(self) -> None:
-        """See Source. The server is gone when this returns."""
-        self._resources.close()
+        """See Source. The server has ended when this returns."""
+        super().close()
+        self.resources.close()
 
-    def _explained(self, error: Error, within: float = 0.0) -> Error:
-        """ERROR with what the server said, if it said anything."""
+    def explain(self, error: Error, within: float = 0.0) -> None:
+        """Add the server's last message to the reason of ERROR, or that it has ended, WITHIN so many seconds."""
         ended = self._server.ended(within)
-        words = _PREFIX.sub("", self._server.words())
+        message = _PREFIX.sub("", self._server.last_message())
         for number, file in reversed(list(enumerate(self._files, _FIRST_FD))):  # 50 before 5
-            words = words.replace(f"/proc/self/fd/{number}", file.name)
-        if missing := _MODULE.search(words):
-            words = (
+            message = message.replace(f"/proc/self/fd/{number}", file.name)
+        if missing := _MODULE.search(message):
+            message = (
                 f"the dmg has {missing[1]} chunks, which this QEMU can't read without its module: install"
                 " qemu-block-extra (Debian, Ubuntu) or qemu-block-dmg (Fedora), or convert the image on a Mac: hdiutil"
                 " convert IMAGE -format UDZO -o NEW"
             )
-        elif self._files and _REFUSED.fullmatch(words):
-            words = f"it can't read this {self.format} image, and does not say why: it may be damaged"
-        if isinstance(error, OpenError) and (words or ended):
-            error.reason = f"{self._server.program}: {words or 'ended without serving anything'}"
-        elif words or ended:
-            error.reason += f" ({self._server.program}: {words or 'ended'})"
-        return error
-
-
-class _Reader:
-    """One worker's reader of a served export: its errors say what the server said. Satisfies Reader."""
-
-    def __init__(self, source: ServedSource, reader: Reader) -> None:
-        self._source = source
-        self._reader = reader
-
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """See Reader."""
-        try:
-            self._reader.read(offset, buffer)
-        except ReadError as error:
-            raise self._source._explained(error) from error.__cause__  # noqa: SLF001 (the two are one)
-
-    def close(self) -> None:
-        """See Reader."""
-        self._reader.close()
+        elif self._files and _REFUSED.fullmatch(message):
+            message = f"it can't read this {self.format} image, and does not say why: it may be damaged"
+        if isinstance(error, OpenError) and (message or ended):
+            error.reason = f"{self._server.program}: {message or 'ended without serving anything'}"
+        elif message or ended:
+            error.reason += f" ({self._server.program}: {message or 'ended'})"
 
 
 class _Image:
-    """How QEMU is told of an image and all that belongs to it: nothing is left to its own guesses."""
+    """Describes an image, with its backing files, to qemu-nbd, so that QEMU has nothing to detect."""
 
     def __init__(self, options: OpenOptions, stack: contextlib.ExitStack) -> None:
         self.files: list[HostFile] = []
         self.descriptors: dict[int, int] = {}
-        """{the number in qemu-nbd: ours}"""
+        """{number in qemu-nbd: our descriptor}"""
         self.objects: list[str] = []
         self.size: int | None = None
         """Bytes of content of the image itself, and what a user should know of it: see Links."""
@@ -210,12 +170,12 @@ class _Image:
         if any(file.identity == other.identity for other in self.files):
             raise RefusedError("is its own backing file", name=file.name)
         fd = self._keep(file)
-        try:
+        with naming(file.name):
             links = self._inspect(file, format_name)
             if len(self.files) == 1:
                 self.size, self.note = links.size, links.note
-            # Through /proc QEMU opens the very file that was looked at, and no name is taken for a protocol. But
-            # the files that a VMDK descriptor names are looked for beside it, so that one goes by its path.
+            # Through /proc QEMU opens the file that was inspected, and takes no name for a protocol. A VMDK descriptor
+            # is opened by its path, as QEMU looks for the extents in the same directory.
             name = f"/proc/self/fd/{fd}" if not links.files else self._path_beside(file, links.files)
             driver = "host_device" if file.is_block_device else "file"
             node: dict[str, Any] = {"driver": format_name, "file": {"driver": driver, "filename": name}}
@@ -224,10 +184,8 @@ class _Image:
                 node["force-share"] = True
             if links.encryption:
                 node["encrypt"] = {"format": links.encryption, "key-secret": self._secret()}
-            # null: even if QEMU should see a backing file where we saw none, it does not open it.
+            # null: QEMU opens no backing file, even if it finds one in the image.
             node["backing"] = self._backing(file, format_name, links) if links.backing_file else None
-        except Error as error:
-            raise error.about(file.name) from error.__cause__
         return node
 
     def _inspect(self, file: HostFile, format_name: str) -> Links:
@@ -248,7 +206,7 @@ class _Image:
         if len(source.layers) > 1:
             raise RefusedError("has a parent, which only imgsum's own reader follows (--reader native)")
         for _ in source.extents(0, source.size):
-            pass  # what imgsum's own reader refuses, QEMU may read wrongly
+            pass  # raises an imgsum.Error for a damaged image, which QEMU may read wrongly
         return Links(size=source.size, note=source.note, driver_options=driver_options, files=others)
 
     def _backing(self, file: HostFile, image_format: str, links: Links) -> dict[str, Any]:
@@ -276,16 +234,16 @@ class _Image:
         return file
 
     def _keep(self, file: HostFile) -> int:
-        """Have qemu-nbd get FILE's descriptor. Returns its number there."""
-        if len(self.files) >= _MOST_FILES:
-            raise RefusedError(f"consists of more than {_MOST_FILES} files")
+        """Pass FILE's descriptor to qemu-nbd. Returns its number there."""
+        if len(self.files) >= _MAX_FILES:
+            raise RefusedError(f"consists of more than {_MAX_FILES} files")
         fd = _FIRST_FD + len(self.files)
         self.files.append(file)
         self.descriptors[fd] = file.fd
         return fd
 
     def _secret(self) -> str:
-        """The ID of the QEMU object that holds the secret. QEMU reads it itself: it is on no command line."""
+        """The ID of the QEMU object with the secret. QEMU reads the file, so the secret is on no command line."""
         path = self._options.secret_file
         if path is None:
             raise RefusedError("is encrypted: --secret-file FILE says where its secret is")
@@ -295,7 +253,7 @@ class _Image:
             except OSError as error:
                 raise OpenError(f"the secret can't be read: {path}: {os_error_reason(error)}") from error
             self._stack.callback(os.close, secret)
-            fd = _FIRST_FD + _MOST_FILES
+            fd = _FIRST_FD + _MAX_FILES
             self.descriptors[fd] = secret
             self.objects = ["--object", f"secret,id=secret,file=/proc/self/fd/{fd}"]
         return "secret"

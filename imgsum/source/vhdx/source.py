@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 
-from imgsum.errors import Error, FormatError, RefusedError
+from imgsum.errors import FormatError, RefusedError, naming
 from imgsum.source import OpenOptions, Source, refuse_larger
 from imgsum.source.backing import open_beside
 from imgsum.source.file import HostFile
@@ -170,10 +170,8 @@ def open_image(file: HostFile, options: OpenOptions) -> Source:
             if len(layers) == MAX_LAYERS:
                 raise RefusedError(f"has more than {MAX_LAYERS - 1} parents")
             here = files[-1]
-            try:
+            with naming(here.name):
                 files.append(open_beside(_name(parent), "parent", here, files, options))
-            except Error as error:
-                raise error.about(here.name) from error.__cause__
             layers.append(_VhdxLayer(files[-1], _parse(files[-1], parent), cache, len(layers)))
         return LayeredSource("vhdx", layers, files)
     except BaseException:
@@ -184,12 +182,10 @@ def open_image(file: HostFile, options: OpenOptions) -> Source:
 
 def _parse(file: HostFile, link: Parent | None) -> Header:
     """The header of FILE, which is what LINK says, if anything does."""
-    try:
+    with naming(file.name):
         header = parse(file.read_bytes, file.size)
         if link and header.data_guid not in link.guids:
             raise RefusedError("is not as it was when it became a parent: its GUID is another one")
-    except Error as error:
-        raise error.about(file.name) from error.__cause__
     return header
 
 

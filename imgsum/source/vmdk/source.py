@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from imgsum.errors import Error, FormatError, RefusedError, TruncatedError
+from imgsum.errors import Error, FormatError, RefusedError, TruncatedError, naming
 from imgsum.source import OpenOptions, Source, refuse_larger
 from imgsum.source.backing import open_beside
 from imgsum.source.compressed import Decompress, Stored, inflate_all
@@ -115,7 +115,7 @@ def open_image(file: HostFile, options: OpenOptions) -> Source:
     try:
         here, child = file, None
         while True:
-            try:
+            with naming(here.name):
                 descriptor, layer = _open_layer(here, opened, options, cache)
                 layers.append(layer)
                 if child is None:
@@ -127,8 +127,6 @@ def open_image(file: HostFile, options: OpenOptions) -> Source:
                 if len(layers) == MAX_LAYERS:
                     raise RefusedError(f"has more than {MAX_LAYERS - 1} parents")
                 parent = open_beside(_parent(descriptor), "parent", here, opened, options)
-            except Error as error:
-                raise error.about(here.name) from error.__cause__
             opened.append(parent)
             here, child = parent, descriptor
     except BaseException:
