@@ -345,6 +345,8 @@ def test_usage_errors(args: list[str], disk: str, imgsum: Imgsum) -> None:
         (["algorithm"], "imgsum algorithms"),
         (["-c", "SUMS"], "imgsum check SUMS"),
         (["verify", *"abcdefgh"], "imgsum check a b c d ..."),
+        (["checksum", "-c", "SUMS"], "imgsum check"),
+        (["checksum", "--check", "SUMS"], "imgsum check"),
     ],
 )
 def test_what_was_meant(args: list[str], meant: str, disk: str, imgsum: Imgsum) -> None:

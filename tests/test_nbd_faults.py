@@ -21,7 +21,7 @@ from conftest import HANG, Imgsum, wait_until
 from fakenbd import DONE, HOLE, ZERO, Client, FakeNbd
 from reference import KIB, MIB
 
-from imgsum import OpenOptions, checksum
+from imgsum import OpenOptions, checksum, compare
 from imgsum.errors import Error, FormatError, OpenError, ReadError
 from imgsum.source.nbd.connection import ALLOCATION, Connection
 
@@ -269,9 +269,14 @@ def test_extents_that_begin_and_end_inside_blocks(short_path: Path, step: int) -
 
 
 def test_a_connection_that_breaks_while_extents_are_asked_for(short_path: Path) -> None:
-    """That is no refusal: nothing may be made of it."""
-    with FakeNbd(short_path, CONTENT, on_status=end) as server, pytest.raises(ReadError):
-        export(server.uri)
+    """That is no refusal: nothing may be made of it. A comparison says whose connection it was."""
+    (short_path / "content").write_bytes(CONTENT)
+    with FakeNbd(short_path, CONTENT, on_status=end) as server:
+        with pytest.raises(ReadError):
+            export(server.uri)
+        with pytest.raises(ReadError) as caught:
+            compare(short_path / "content", server.uri, options=OpenOptions(io_timeout=HANG))
+        assert caught.value.name == server.uri
 
 
 def test_extents_are_asked_for_within_the_block_size(short_path: Path) -> None:

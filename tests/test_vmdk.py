@@ -241,6 +241,14 @@ def test_descriptors(kind: str, line: str, reason: str | None) -> None:
         assert reason in refusal(Error)
 
 
+@pytest.mark.parametrize("line", ["\xfe\x12\x9b", "a\x1b[31m=1", "\udcae=1"])
+def test_a_descriptor_that_is_no_text(line: str) -> None:
+    Path("a.vmdk").write_bytes(line.encode("latin-1" if line < "\ud800" else "utf-8", "surrogateescape"))
+    assert "is not a VMDK image, or is damaged: what should be its descriptor is not text" in refusal(
+        FormatError, format="vmdk"
+    )
+
+
 @pytest.mark.parametrize("name", ["cowd", "seSparse", "sparse"])
 def test_an_extent_by_itself(name: str) -> None:
     build.cowd(Path("cowd"), 8, {0: b"s"})

@@ -95,7 +95,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     _, names = parser.parse_known_args(_group_commands(words[:end]), arguments)
     for name in names:
         if name.startswith("-") and name != "-":
-            parser.error(f"unknown option '{name}'")
+            hint = ": did you mean 'imgsum check'?" if name in ("-c", "--check") and argv[0] == "checksum" else ""
+            parser.error(f"unknown option '{name}'{hint}")
         if isinstance(name, _Bracketed) and getattr(arguments, "untrusted", False):
             parser.error(f"--untrusted runs no command: '{name}'")
     arguments.names = [name.command if isinstance(name, _Bracketed) else name for name in names]

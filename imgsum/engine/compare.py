@@ -257,7 +257,7 @@ class Pair:
         """The extents of both sides, laid over each other. Zeros against zeros are never read."""
         first, second = self._sides
         bound = first.bound if self.prefix else max(first.bound, second.bound)
-        both = overlay(self._extents_of(first, bound), self._extents_of(second, bound))
+        both = overlay(self._extents_of(0, bound), self._extents_of(1, bound))
         for extent_start, extent_length, zeros in both:
             start, end = extent_start, extent_start + extent_length
             while start < end:
@@ -298,13 +298,15 @@ class Pair:
             ]
         return _Item(start, length, (parts[0], parts[1]), all_differ)
 
-    def _extents_of(self, content: Content, bound: int) -> Iterator[Extent]:
-        """The extents of CONTENT, aligned and merged, and then, up to BOUND, zeros."""
+    def _extents_of(self, index: int, bound: int) -> Iterator[Extent]:
+        """The extents of the side with that INDEX, aligned and merged, and then, up to BOUND, zeros."""
+        content = self._sides[index]
 
         def counted() -> Iterator[Extent]:
-            for extent in content.extents(content.start, end):
-                self._extents += 1
-                yield extent
+            with naming(self.names[index]):
+                for extent in content.extents(content.start, end):
+                    self._extents += 1
+                    yield extent
 
         end = min(content.bound, bound)
         aligned = align(counted(), _ALIGNMENT, content.start, end)

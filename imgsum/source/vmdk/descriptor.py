@@ -62,7 +62,7 @@ class Descriptor(NamedTuple):
 def parse_descriptor(raw: bytes) -> Descriptor:
     """A descriptor's lines. Each must be one that QEMU understands as we do: it skips what it doesn't understand.
 
-    Raises RefusedError.
+    Raises RefusedError, and FormatError for what is no text.
     """
     text = raw.partition(b"\0")[0].decode("utf-8", "surrogateescape")
     extents = []
@@ -79,6 +79,8 @@ def parse_descriptor(raw: bytes) -> Descriptor:
             access, sectors, kind, name, offset = match.groups()
             extents.append(DescribedExtent(access, int(sectors), kind, name, int(offset) if offset else None))
             continue
+        if not line.replace("\t", " ").isprintable():
+            raise FormatError("is not a VMDK image, or is damaged: what should be its descriptor is not text")
         if _ACCESS.match(line):
             raise RefusedError(f"is a VMDK with an extent that QEMU would leave out: {line[:80]}")
         key, equals, value = line.partition("=")
