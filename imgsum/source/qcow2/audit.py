@@ -1,12 +1,12 @@
-"""What --untrusted demands of an image's tables: nothing is used twice, and the work is in proportion to the file.
+"""The checks of --untrusted on an image's tables: no cluster is used twice, and the work is in proportion to the file.
 
-Writers use a cluster of the file for one thing: a part of the content, a table, or some compressed clusters. Where
-many entries refer to the same one, a small file stands for any amount of work; where they refer to tables, the
-content is the image's own innards. Both can be read, and no writer makes either.
+A writer uses each cluster of the file once: for content, for a table, or for compressed data. In a crafted image, many
+entries can refer to the same cluster, so a small file makes any amount of work; or to a table, so that the image's
+metadata is read as content.
 
-What is used once can still cost much: a table of 8 bytes for each step, tables and data that are holes of the file,
-compressed clusters that overlap. So each kind of work has a limit, which grows with the file's data, and is refused
-as soon as it is beyond that. Holes are no data: they cost an attacker nothing.
+Clusters that are used once can also cost a lot: an L2 table for each few bytes of data, tables and data in holes of the
+file, compressed data that overlaps. So each kind of work has a limit in proportion to the file's data. Holes don't
+count, as they cost an attacker nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def audit(header: Header, mapping: Mapping, file_size: int, data_size: int) -> N
     """
     bits, cluster_size = header.cluster_bits, header.cluster_size
     used = _Clusters(file_size, bits)
-    # An L2 table or a run of the mapping costs 10 to 20 us in all. Writers spend a cluster, of 512 bytes or more, on
-    # each, or compressed data. Less than 256 bytes of that may be all that 64 KiB need: 4 GiB are free.
+    # An L2 table or a run costs 10 to 20 us. Real images have at least 512 bytes in the file for each: a cluster, or
+    # compressed data. The limit allows one for each 256 bytes, and 65536 in any file.
     steps = Limit("L2 tables and pieces of content", (1 << 16) + data_size // 256)
     # A table of 64 KiB with one entry has 4 KiB of data after a copy that makes holes of zeros.
     tables = Limit("bytes of tables", 64 * MIB + 16 * data_size)
@@ -45,21 +45,21 @@ def audit(header: Header, mapping: Mapping, file_size: int, data_size: int) -> N
     # Deflate makes up to 1032 bytes of one, zstd 32768. Real disks are compressed to a half or a tenth.
     unpacked = Limit("bytes of decompressed data", 512 * MIB + 64 * data_size)
 
-    used.take(0, 1, 0)
-    used.take(header.l1_offset >> bits, -(-header.l1_needed * 8 >> bits), 0)
-    used.take(header.refcount_table_offset >> bits, header.refcount_table_clusters, 0)
+    used.add(0, 1, 0)
+    used.add(header.l1_offset >> bits, -(-header.l1_needed * 8 >> bits), 0)
+    used.add(header.refcount_table_offset >> bits, header.refcount_table_clusters, 0)
     for at, offset in mapping.l2_tables():
         steps.add(1)
         tables.add(cluster_size)
-        used.take(offset >> bits, 1, at)
+        used.add(offset >> bits, 1, at)
     compressed = array("Q")
     data_end = 0
     for run in mapping.runs(0, header.size):
         steps.add(1)
         if run.kind == DATA:
             first, end = run.host >> bits, -(-(run.host + run.length) >> bits)
-            again = run.start < data_end  # the next subclusters of the cluster that was taken last
-            used.take(first + again, end - first - again, run.start)
+            again = run.start < data_end  # more subclusters of the last cluster
+            used.add(first + again, end - first - again, run.start)
             data_end = -(-run.end >> bits) * cluster_size
         elif run.kind == COMPRESSED:
             stored.add((run.stored - 1) // 512 * 512)
@@ -75,7 +75,7 @@ def audit(header: Header, mapping: Mapping, file_size: int, data_size: int) -> N
 
 
 class _Clusters:
-    """A bit for each cluster of a file."""
+    """The clusters of a file that are used: a bitmap."""
 
     def __init__(self, file_size: int, cluster_bits: int) -> None:
         size = (file_size >> cluster_bits + 3) + 1
@@ -85,13 +85,13 @@ class _Clusters:
         self._cluster_bits = cluster_bits
 
     def has(self, cluster: int) -> bool:
-        """Whether CLUSTER, which is in the file, was taken."""
+        """Whether CLUSTER, which is inside the file, is used already."""
         return bool(self._bits[cluster >> 3] >> (cluster & 7) & 1)
 
-    def take(self, first: int, count: int, at: int) -> None:
-        """Take COUNT clusters from FIRST on, for what the content needs AT an offset, or refuse.
+    def add(self, first: int, count: int, at: int) -> None:
+        """Mark COUNT clusters from FIRST on as used by the content AT an offset. Raises FormatError if one is used.
 
-        What is past the end of the file is nobody's: reading it will say so.
+        Clusters past the end of the file are ignored: reading them fails.
         """
         end = min(first + count, len(self._bits) * 8)
         while first < end:
@@ -114,7 +114,7 @@ class _Clusters:
 
 
 def _sorted(offsets: array[int]) -> Iterator[int]:
-    """OFFSETS, which are sorted by parts on the way, from the lowest on: a list of them takes 40 bytes for each."""
+    """OFFSETS in order. Sorts in place, in parts, and merges: a sorted list would take 40 bytes for each offset."""
     parts = []
     for start in range(0, len(offsets), _PART):
         part = slice(start, start + _PART)

@@ -1,8 +1,7 @@
-"""Which part of which file holds a range of the content: L1 and L2 tables -> runs. Pure: a callable reads the tables.
+"""L1 and L2 tables -> runs: where a range of the content is stored. Pure: a callable reads the tables.
 
-A qcow2 image maps clusters of content by two levels of tables (spec: `Cluster mapping`). An entry of the L1 table is
-the offset of an L2 table, which has one cluster; an entry of that says what a cluster is. A run is what many entries
-together say of a contiguous range.
+A qcow2 image maps clusters of content by two levels of tables (spec: `Cluster mapping`). An L1 entry has the offset of
+an L2 table, which takes one cluster. An L2 entry maps one cluster. A run is what one or more entries map contiguously.
 
 Tables are read in slices (tables.py), only where they are needed.
 """
@@ -19,10 +18,41 @@ from imgsum.source.qcow2.header import Header
 from imgsum.source.tables import SLICE, Table, TableCache, decode, progression
 
 _OFFSET_MASK = 0x00FFFFFFFFFFFE00
-_COPIED, _COMPRESSED_FLAG, _ZERO_FLAG = 1 << 63, 1 << 62, 1
-_ALL_ALLOCATED = 0xFFFFFFFF  # of an extended entry's bitmap: the subclusters with data; above them those that are zero
-_ALL_ZERO = _ALL_ALLOCATED << 32
+_ALL = 0xFFFFFFFF  # subclusters, as a bitmap
 _SANE = 1 << 55  # no file is as long; below it, thousands of clusters can be added without reaching the flags
+
+
+class L2Entry(int):
+    """An entry of an L2 table, without the bitmap of an extended one (spec: `L2 table entry`)."""
+
+    __slots__ = ()
+
+    def is_compressed(self) -> bool:
+        """Whether it is a compressed cluster descriptor: see compressed()."""
+        return bool(self & 1 << 62)
+
+    def is_copied(self) -> bool:
+        """Whether the refcount of the cluster is 1; in an image with an external data file, whether it is allocated."""
+        return bool(self & 1 << 63)
+
+    def is_zero(self) -> bool:
+        """Whether the cluster reads as zeros, allocated or not."""
+        return bool(self & 1)
+
+    def host(self) -> int:
+        """The offset of the cluster in the file; 0: it is not allocated."""
+        return self & _OFFSET_MASK
+
+    def compressed(self, cluster_bits: int) -> tuple[int, int]:
+        """The offset and the maximum length, in bytes, of the compressed data (spec: `Compressed Clusters Descriptor`).
+
+        From the lowest bit: the offset, 70 - CLUSTER_BITS bits; the number of 512-byte sectors after the first one, up
+        to bit 61.
+        """
+        offset_bits = 70 - cluster_bits
+        offset = self & ((1 << offset_bits) - 1)
+        more_sectors = (self >> offset_bits) & ((1 << (cluster_bits - 8)) - 1)
+        return offset, (more_sectors + 1) * 512 - offset % 512
 
 
 class Mapping:
@@ -39,10 +69,10 @@ class Mapping:
         number: int = 0,
         backed: bool = True,
     ) -> None:
-        """READ reads the image's file, of FILE_SIZE bytes. Its data is in a file of DATA_SIZE: the same, or external.
+        """READ reads the image's file, of FILE_SIZE bytes. DATA_SIZE is the size of the file with the data: see Header.
 
-        Errors are about NAME. NUMBER tells the images that share CACHE apart. Not BACKED, subclusters that are not
-        allocated are ZERO, so that however they alternate with those, a cluster is one run.
+        NAME is for errors. NUMBER is the image's among those that share CACHE. BACKED: it has a backing file. Without
+        one, subclusters that are not allocated are ZERO, so they form one run with zero subclusters beside them.
         """
         self._name = name
         self.size = header.size
@@ -65,16 +95,16 @@ class Mapping:
         self._data_size = data_size
         self._cache = cache
         self._number = number
-        self._recent: tuple[int, Table] = (-1, (array("Q"), None))  # the slice that was used last, and its content
+        self._recent: tuple[int, Table] = (-1, (array("Q"), None))  # the last slice: start of the content, and entries
 
     def runs(self, start: int, end: int) -> Iterable[Run]:
         """See Runs. DATA is coalesced over contiguous clusters of one slice. Raises FormatError, TruncatedError."""
         if end <= self.size and start >> self._slice_shift == end - 1 >> self._slice_shift:
-            return self._slice_runs(start, end)  # a chain asks for many short ranges: this costs no generator
+            return self._slice_runs(start, end)  # without a generator: in a chain, most ranges are short
         return self._walk(start, end)
 
     def l2_tables(self) -> Iterator[tuple[int, int]]:
-        """For each L2 table that the content needs: where the content begins that it maps, and its offset."""
+        """The L2 tables of the content, each as (start of the content that it maps, its offset in the file)."""
         at = 0
         while at < self.size:
             offset, end = self._l2_table(at, self.size)
@@ -83,7 +113,7 @@ class Mapping:
             at = end
 
     def _walk(self, start: int, end: int) -> Iterator[Run]:
-        """runs(), slice by slice, and over many L2 tables at once where there are none."""
+        """As runs(), for any range: slice by slice, and one run where many L2 tables are not allocated."""
         at, inside = start, min(end, self.size)
         while at < inside:
             l2_table, stop = self._l2_table(at, inside)
@@ -98,9 +128,9 @@ class Mapping:
             yield Run(at, end - at, ZERO)
 
     def _l2_table(self, at: int, end: int) -> tuple[int, int]:
-        """The offset of AT's L2 table, and where the content that it maps ends, at most END.
+        """The offset of AT's L2 table, and the end of the content that it maps, at most END.
 
-        0: there is none, nor for what follows up to that end.
+        If the offset is 0, no L2 table is allocated from AT to that end.
         """
         shift = self._l2_shift
         index, last = at >> shift, (end - 1 >> shift) + 1
@@ -123,8 +153,8 @@ class Mapping:
         return offset, min(end, index + 1 << shift)
 
     def _table(self, offset: int, length: int, entry_size: int) -> Table:
-        """The slice of a table, of LENGTH bytes from OFFSET of the file; fewer where it ends."""
-        key = (self._number, offset, length, entry_size)  # a broken image can have one table for L1 and L2
+        """The entries in LENGTH bytes from OFFSET of the file; fewer if the file ends before."""
+        key = (self._number, offset, length, entry_size)  # a damaged image can use one table as L1 and L2
         return self._cache.get(key, lambda: decode(self._read(offset, length), entry_size))
 
     def _slice_runs(self, start: int, end: int) -> list[Run]:
@@ -147,16 +177,16 @@ class Mapping:
         runs: list[Run] = []
         at = slice_start + (index << bits)
         while index < last:
-            entry, bitmap = entries[index], None if bitmaps is None else bitmaps[index]
+            entry, bitmap = L2Entry(entries[index]), None if bitmaps is None else bitmaps[index]
             begin, stop = max(at, start), min(at + cluster_size, end)
             alike = 1
-            if entry & _COMPRESSED_FLAG:
+            if entry.is_compressed():
                 runs.append(self._compressed(entry, at, begin, stop))
             elif (kind := self._kind(entry, bitmap, at)) is None:
                 assert bitmap is not None
-                self._add_subclusters(runs, entry & _OFFSET_MASK, bitmap, at, begin, stop)
+                self._add_subclusters(runs, entry.host(), bitmap, at, begin, stop)
             else:
-                host = entry & _OFFSET_MASK
+                host = entry.host()
                 step = cluster_size if host or kind == DATA else 0
                 if index + 1 < last and entries[index + 1] == entry + step and host < _SANE:
                     until = last if bitmaps is None else index + self._alike.length(bitmaps, index, last)
@@ -164,7 +194,7 @@ class Mapping:
                     stop = min(at + (alike << bits), end)
                 if bitmap is None or kind == DATA:
                     add_run(runs, begin, stop, kind, host + begin - at)
-                else:  # a run for each bitmap, so that who counts runs counts the work
+                else:  # a run for each bitmap, so that the number of runs is a measure of the work
                     runs.append(Run(begin, stop - begin, kind))
             index += alike
             at += alike << bits
@@ -173,33 +203,36 @@ class Mapping:
                 check_run(run, self._data_size, self._name)
         return runs
 
-    def _kind(self, entry: int, bitmap: int | None, at: int) -> int | None:
-        """What the cluster of ENTRY, at AT of the content, is; None when its subclusters differ. In QEMU's order."""
-        host = entry & _OFFSET_MASK
+    def _kind(self, entry: L2Entry, bitmap: int | None, at: int) -> int | None:
+        """The kind of the cluster at AT of the content; None if its subclusters differ. Checks are in QEMU's order."""
+        host = entry.host()
         if host % self._cluster_size:
             raise self._bad(f"L2 entry {entry:#x}: the cluster is not at a multiple of the cluster size", at)
-        # An offset of 0 is one in an external data file, if the entry has the flag of what is allocated.
-        external = self._header.has_data_file and bool(host or entry & _COPIED)
-        plain_zero = bitmap is None and entry & _ZERO_FLAG and not host
-        if external and host != at and not plain_zero:
+        # In an external data file, 0 is the offset of the first cluster, if that is allocated.
+        external = self._header.has_data_file and bool(host or entry.is_copied())
+        zero = bitmap is None and entry.is_zero()
+        if external and host != at and (host or not zero):
             raise self._bad(f"L2 entry {entry:#x}: the external data is not where the content is", at)
-        if bitmap is None:
-            if entry & _ZERO_FLAG:
-                if self._header.version == 2:
-                    raise self._bad(f"L2 entry {entry:#x}: zero clusters need version 3", at)
-                return ZERO
-            return DATA if host or external else UNALLOCATED
-        if bitmap & bitmap >> 32 & _ALL_ALLOCATED or (bitmap & _ALL_ALLOCATED and not (host or external)):
-            raise self._bad(f"subcluster bitmap {bitmap:#018x} contradicts itself or its entry", at)
-        if not self._backed and not bitmap & _ALL_ALLOCATED:
+        if zero:
+            if self._header.version == 2:
+                raise self._bad(f"L2 entry {entry:#x}: zero clusters need version 3", at)
             return ZERO
-        return {_ALL_ALLOCATED: DATA, _ALL_ZERO: ZERO, 0: UNALLOCATED}.get(bitmap)
+        if bitmap is None:
+            return DATA if host or external else UNALLOCATED
+        allocated, zeros = bitmap & _ALL, bitmap >> 32
+        if allocated & zeros or (allocated and not (host or external)):
+            raise self._bad(f"subcluster bitmap {bitmap:#018x} contradicts itself or its entry", at)
+        if zeros == _ALL or (not self._backed and not allocated):
+            return ZERO
+        if allocated == _ALL:
+            return DATA
+        return None if bitmap else UNALLOCATED
 
     def _add_subclusters(self, runs: list[Run], host: int, bitmap: int, at: int, start: int, end: int) -> None:
-        """Add START..END of the cluster at AT, whose 32 subclusters are not all alike."""
+        """Add START..END of the cluster at AT of the content, whose 32 subclusters are of several kinds."""
         bits = self._cluster_bits - 5
         if not self._backed:
-            bitmap |= (~bitmap & _ALL_ALLOCATED) << 32
+            bitmap |= (~bitmap & _ALL) << 32
         while start < end:
             number = start - at >> bits
             kind = ZERO if bitmap >> 32 + number & 1 else DATA if bitmap >> number & 1 else UNALLOCATED
@@ -210,11 +243,8 @@ class Mapping:
     def _bad(self, reason: str, at: int) -> FormatError:
         return FormatError(reason, name=self._name, offset=at)
 
-    def _compressed(self, entry: int, at: int, start: int, end: int) -> Run:
-        """START..END of the compressed cluster at AT (spec: `Compressed Clusters Descriptor`)."""
+    def _compressed(self, entry: L2Entry, at: int, start: int, end: int) -> Run:
+        """START..END of the compressed cluster at AT of the content."""
         if self._header.has_data_file:
             raise self._bad(f"L2 entry {entry:#x}: compressed, in an image with an external data file", at)
-        size_shift = 62 - (self._cluster_bits - 8)
-        host = entry & (1 << size_shift) - 1
-        sectors = (entry >> size_shift & (1 << self._cluster_bits - 8) - 1) + 1
-        return Run(start, end - start, COMPRESSED, host, sectors * 512 - host % 512)
+        return Run(start, end - start, COMPRESSED, *entry.compressed(self._cluster_bits))
