@@ -31,7 +31,7 @@ _STACK_SIZE = MIB
 """Bytes of a worker's stack. The usual 8 MiB for each worker do not fit a small RLIMIT_AS."""
 
 _ROOM = 4 * MIB
-"""Bytes that must be free for another worker: Thread.start() waits forever for a thread that has no memory to begin."""
+"""Bytes that must be free to start a worker: Thread.start() waits forever if the thread has no memory to begin."""
 
 _CHECK_SIGNALS_EVERY = 0.3
 """Seconds. Python runs signal handlers in the main thread only, and only between two waits."""
@@ -44,7 +44,7 @@ _LEAVE_WITHIN = 0.3
 
 
 class Worker:
-    """What a work function finds in its thread: a number, and buffers of its own."""
+    """The state of one worker, which its work function gets: a number, and buffers."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -52,7 +52,7 @@ class Worker:
         self._buffers: list[mmap.mmap] = []
 
     def buffer(self, size: int, which: int = 0) -> memoryview:
-        """A page-aligned buffer of SIZE bytes. WHICH = 1 is a second one. It holds what was left there."""
+        """A page-aligned buffer of SIZE bytes, which is not cleared. WHICH = 1 is a second one."""
         while len(self._buffers) <= which:
             self._buffers.append(page_aligned(size))
         if len(self._buffers[which]) < size:
@@ -66,7 +66,7 @@ def page_aligned(size: int) -> mmap.mmap:
 
 
 class Item(Protocol):
-    """What the pool asks of an item."""
+    """The interface of items."""
 
     @property
     def has_work(self) -> bool:
@@ -74,7 +74,7 @@ class Item(Protocol):
 
     @property
     def weight(self) -> int:
-        """Its share of what may wait behind a slow head: more for an item with a large result."""
+        """Larger for an item with a large result: a limit on the sum bounds what waits behind a slow head."""
 
 
 T = TypeVar("T", bound=Item)
@@ -82,7 +82,7 @@ R = TypeVar("R")
 
 
 class Done(Generic[T, R]):
-    """An item, and what came of it."""
+    """An item, and its result or error."""
 
     __slots__ = ("error", "item", "ready", "result")
 
@@ -99,8 +99,7 @@ class Done(Generic[T, R]):
 class Pool:
     """The workers of one command. Use as a context manager.
 
-    Where the system gives fewer threads than were asked for, those that did start do all the work; where it gives
-    none, the caller's thread does.
+    If the system limits the number of threads, those that started do all the work; if none did, the caller's thread.
     """
 
     def __init__(self, workers: int = WORKERS) -> None:
@@ -122,7 +121,10 @@ class Pool:
         self._caller = None if self._threads else Worker(0)
 
     def map(self, work: Callable[[Worker, T], R], items: Iterable[T]) -> Iterator[Done[T, R]]:
-        """ITEMS in their order, each when WORK(worker, item) is done. They are taken only as far ahead as needed."""
+        """Call WORK(worker, item) for each of ITEMS. Yields them in order, as soon as they are done.
+
+        ITEMS are consumed only as far ahead as the queue allows.
+        """
         ordered: deque[Done[T, R]] = deque()
         weight = 0  # of what is in it
         for item in items:
@@ -160,7 +162,7 @@ class Pool:
             del job  # its item and result are the consumer's alone now
 
     def _discard_waiting(self) -> None:
-        """Drop the work that no worker has begun: nobody will take its result."""
+        """Drop the work that no worker has begun."""
         with suppress(Empty):
             while True:
                 self._queue.get_nowait()
@@ -174,8 +176,8 @@ class Pool:
         self._throttle.open()
         for _ in self._threads:
             self._queue.put(None)
-        # Whoever leaves early closes what the workers read, so they are waited for; but not forever, as one may be
-        # stuck in a read: a signal is obeyed within a second, and a difference that was found is reported.
+        # The caller closes next what the workers read from, so wait for them. After an error, don't wait long, as one
+        # may be stuck in a read: a signal must end the process, and a difference be reported, within a second.
         deadline = None if error is None else time.monotonic() + _LEAVE_WITHIN
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -184,7 +186,7 @@ class Pool:
 def _do(work: Callable[[Worker, T], R], done: Done[T, R], worker: Worker) -> None:
     try:
         done.result = work(worker, done.item)
-    except BaseException as error:  # whatever it is, the thread that waits must hear of it
+    except BaseException as error:  # whatever it is, the waiting thread must get it
         done.error = error
     done.ready.release()
 
@@ -202,11 +204,11 @@ def _wait_for(done: D) -> D:
 
 
 class _Throttle:
-    """Keeps workers for which there is no core from taking work, while the process keeps all cores busy.
+    """Limits the active workers to the number of cores and one, while all cores are busy.
 
-    With data in the page cache nothing waits for a disk, and more threads than cores only pass the GIL around: of 2
-    GiB on 2 cores, 8 workers make blake3 in 0.22 s and xxh3-128 in 0.095 s; 3 in 0.18 s and 0.08 s. As soon as
-    reading takes time, the cores are no longer busy, and all workers are wanted.
+    With data in the page cache no worker waits for a disk, and more threads than cores only contend for the GIL. 2 GiB
+    on 2 cores take 8 workers 0.22 s with blake3 and 0.095 s with xxh3-128; 3 workers 0.18 s and 0.08 s. When reading is
+    slow, the cores are not busy, and all workers are active.
     """
 
     _INTERVAL = 0.02  # seconds between two looks at the clocks
@@ -220,13 +222,13 @@ class _Throttle:
         self._wall, self._cpu = time.monotonic(), time.process_time()
 
     def wait(self, index: int) -> None:
-        """Return when worker INDEX may take work."""
+        """Return when worker INDEX is active."""
         if index >= self._active:
             with self._changed:
                 self._changed.wait_for(lambda: index < self._active)
 
     def adapt(self) -> None:
-        """Look at how busy the cores were since the last look."""
+        """Set the number of active workers by how busy the cores were since the last call."""
         wall, cpu = time.monotonic(), time.process_time()
         if wall - self._wall < self._INTERVAL:
             return
@@ -235,7 +237,7 @@ class _Throttle:
         self._set_active(min(self._cores + 1, self._workers) if busy else self._workers)
 
     def open(self) -> None:
-        """Let all workers go on."""
+        """Make all workers active."""
         self._set_active(self._workers)
 
     def _set_active(self, active: int) -> None:

@@ -26,11 +26,11 @@ Decompress = Callable[[Stored, memoryview], None]
 """decompress(stored, cluster): fill all of CLUSTER. Raises FormatError, or EndsEarlyError, which is one."""
 
 _STEP = 256 * KIB
-"""The most output that is asked of zstd at once, as it is a new object each time, and clusters can have 2 MiB."""
+"""Maximum output of one call of zstd, which allocates it. Clusters can have 2 MiB."""
 
 _INFLATE_STEP = 64 * KIB
-"""The most input and output of inflate at once. What it leaves of the input is a new object, too, and malloc keeps such
-blocks for each thread: with 256 KiB, 2 MiB clusters of random bytes take 64 MiB in all."""
+"""Maximum input and output of one call of inflate, which allocates both, as it copies the input that it does not use.
+malloc keeps such blocks for each thread: with 256 KiB, 2 MiB clusters of random bytes take 64 MiB in all."""
 
 _WINDOW_LOG = 23
 """zstd windows of up to 8 MiB, which RFC 8878 wants decoders to support and encoders not to exceed."""
@@ -107,7 +107,7 @@ def inflater(window_bits: int = -15) -> Decompress:
         try:
             _inflate_with(library, window_bits, stored(), cluster)
         except library.error:
-            # It refuses a few streams that zlib, and so QEMU, reads: zlib has the last word.
+            # ISA-L refuses a few streams that zlib, and so QEMU, reads. So zlib decides.
             try:
                 _inflate_with(zlib, window_bits, stored(), cluster)
             except zlib.error as problem:
@@ -133,7 +133,7 @@ def _inflate_with(library: Any, window_bits: int, stored: Iterable[memoryview], 
                 if stream.eof:
                     raise EndsEarlyError
                 if len(output) < want:
-                    break  # it has eaten this part
+                    break  # all input is used
                 rest = stream.unconsumed_tail
     raise EndsEarlyError
 
@@ -169,7 +169,7 @@ def _inflate_all_with(library: Any, stored: Iterable[memoryview], cluster: memor
                 if stream.eof:
                     return done
                 if len(output) < want:
-                    break  # it has eaten this part
+                    break  # all input is used
                 rest = stream.unconsumed_tail
     raise EndsEarlyError
 
@@ -209,7 +209,7 @@ def zstd_decompressor(max_frames: int = MAX_FRAMES) -> Decompress:
                 elif stream.needs_input or not output:
                     break
                 else:
-                    rest = b""  # it has kept what it has not eaten
+                    rest = b""  # zstd has kept the unused input
         raise EndsEarlyError
 
     return decompress

@@ -1,4 +1,4 @@
-"""The byte-range locks by which a running QEMU says how it uses an image."""
+"""QEMU's image locks: byte-range locks that show how a running QEMU uses an image."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import struct
 
 from imgsum.errors import RefusedError
 
-# QEMU's image locks (block/file-posix.c): byte 100 + i is locked while somebody uses permission i, and byte 200 + i
-# while somebody does not let others use it. Permissions: 0 consistent read, 1 write, 3 resize.
+# In block/file-posix.c, a process locks byte 100 + i to use permission i, and byte 200 + i to keep others from it.
+# Permissions: 0 consistent read, 1 write, 3 resize.
 _LOCK_WRITE, _LOCK_RESIZE, _LOCK_READ_NOT_SHARED = 101, 103, 200
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -21,8 +21,8 @@ def refuse_if_in_use(fd: int, name: str) -> None:
         try:
             answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question)
         except OSError:
-            return  # no such locks on this file system, or this is no file: then QEMU has none either
-        # A reader that keeps writers out has locks on bytes 100, 201 and 203, never on these.
+            return  # the file system has no such locks, or this is not a file: QEMU has none either
+        # A QEMU that only reads, and keeps writers out, locks bytes 100, 201 and 203.
         if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
             raise RefusedError(
                 "is in use: a running virtual machine or QEMU tool has it open for writing"

@@ -1,4 +1,4 @@
-"""A private NBD server: a child process that serves us, and only us, and that is gone when we are.
+"""A private NBD server: a child process that only this process can connect to, and that ends with it.
 
 It gets its listening socket by systemd's socket activation (sd_listen_fds(3)): qemu-nbd, nbdkit and others know that.
 """
@@ -31,10 +31,10 @@ LISTEN_PID=$$ LISTEN_FDS=1
 export LISTEN_PID LISTEN_FDS
 exec "$@"
 """
-# The guard waits on a pipe that we hold open and never write to. It ends when we end, even by SIGKILL, and then the
-# server and whatever it has started end by the signal to their process group, which is the guard's. (PR_SET_PDEATHSIG
-# would need code between fork and exec, which is not safe beside threads, and would leave the server's own children.)
-# Both are children of ours, and reaped here: as PID 1 of a container often reaps nothing, neither may be left to it.
+# The guard reads from a pipe that we hold open and never write to. When we end, even by SIGKILL, its read returns, and
+# it kills its process group: itself, the server, and the server's children. (PR_SET_PDEATHSIG would need code between
+# fork and exec, which is not safe with threads, and would not end the server's children.)
+# Guard and server are our children, and we reap them: PID 1 of a container often does not.
 _GUARD = "trap '' INT TERM HUP; read -r _; kill -s KILL 0"
 _GRACE = 0.5  # seconds for a server to end by itself before it is killed
 
@@ -63,8 +63,8 @@ class Server:
                 self._messages, messages = os.pipe()
                 ours.callback(os.close, messages)
                 undo.callback(os.close, self._messages)
-                # Nobody reads this before the end, so a server that says a lot must not be made to wait: what is
-                # more than the pipe holds, 64 KiB, is lost.
+                # The pipe is read only for an error message. It is non-blocking, so that a server that writes more than
+                # the 64 KiB that fit does not wait: the rest is lost.
                 os.set_blocking(messages, False)
                 os.set_blocking(self._messages, False)
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -80,7 +80,7 @@ class Server:
 
     def connect(self, handle: Any) -> None:
         """Let libnbd's HANDLE begin to connect."""
-        # A path of /proc leads to the socket itself, however long or gone its own path is.
+        # The path in /proc works after the socket's own path was removed, and is never too long.
         handle.aio_connect_unix(f"/proc/self/fd/{self._address}")
 
     def last_message(self) -> str:
@@ -104,7 +104,7 @@ class Server:
         """End the server and all that it has started. Returns when it is gone; closing twice is harmless."""
         if not self._group:
             return
-        # The guard outlives this signal, and is not reaped before the next: no other process can have the group's ID.
+        # The guard ignores SIGTERM, and is reaped after SIGKILL: until then no other process can get the group's ID.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGTERM)
         self.ended(within=_GRACE)
@@ -122,18 +122,18 @@ class Server:
 
 
 def _runs(pid: int) -> bool:
-    """Whether our child PID has not ended yet. It is not reaped here."""
+    """Whether our child PID still runs. Does not reap it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # who started us ignores SIGCHLD, and so do we: then the kernel reaps what has ended
+    except ChildProcessError:  # SIGCHLD is ignored, as our parent set it: the kernel has reaped the child
         return False
 
 
 def _listen() -> tuple[int, int]:
-    """A listening socket that only we can connect to, and a handle on its address.
+    """A listening socket that only we can connect to, and a descriptor (O_PATH) of its address.
 
-    Its path, in a directory of our own, is gone again when this returns: a few system calls later, and before any
-    server starts. So nothing is left behind when we are killed, nobody else finds it, and its length is no matter.
+    Its path, in a private directory, is removed before this returns. So no other process finds it, and nothing is left
+    behind when we are killed later.
     """
     try:
         directory = tempfile.mkdtemp(prefix="imgsum-")
@@ -156,10 +156,10 @@ def _listen() -> tuple[int, int]:
 
 
 def _uninterrupted(function: Callable[[], T]) -> T:
-    """What FUNCTION returns or raises, from a thread of its own.
+    """Call FUNCTION in another thread, and return or raise the same.
 
-    The exception of a signal is raised in the main thread only. Here it would have to hit between two of a few system
-    calls to leave a directory behind: 1 of 150 runs that were interrupted at random did.
+    Signals raise in the main thread only, so they can't interrupt FUNCTION. (In the main thread, 1 of 150 runs that
+    were interrupted at random left a directory behind.)
     """
     outcomes: SimpleQueue[T | Exception] = SimpleQueue()
 
@@ -185,8 +185,8 @@ def _uninterrupted(function: Callable[[], T]) -> T:
 
 
 def _spawn(command: list[str], places: Mapping[int, int], group: int = 0) -> int:
-    """Start COMMAND in the process GROUP, or in a new one, with no descriptors but PLACES, as {its number: ours}."""
-    # First duplicate every descriptor above all target numbers, so that none is overwritten that is still needed.
+    """Start COMMAND in the process GROUP (0: a new one), with only the descriptors PLACES: {its number: ours}."""
+    # First duplicate every descriptor above all target numbers, so that no dup2() overwrites one that is still needed.
     beyond = max(places) + 1
     with contextlib.ExitStack() as stack:
         actions = []
