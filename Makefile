@@ -44,6 +44,7 @@ cpus: $(VENV)/tested  ## the C on aarch64 and on older CPUs, emulated
 fuzz: $(VENV)/tested  ## random and damaged images against QEMU, for FUZZ_SECONDS each
 	$(BIN)/python tests/fuzz_qcow2.py --seconds $(FUZZ_SECONDS)
 	$(BIN)/python tests/fuzz_formats.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/fuzz_index.py --seconds $(FUZZ_SECONDS)
 
 lint: $(VENV)/linted  ## ruff, its format too
 	$(BIN)/ruff check

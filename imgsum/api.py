@@ -4,6 +4,7 @@
 
 from imgsum import __version__ as __version__
 from imgsum.engine.checksum import Checksum as Checksum
+from imgsum.engine.checksum import Reused as Reused
 from imgsum.engine.checksum import checksum as checksum
 from imgsum.engine.compare import Comparison as Comparison
 from imgsum.engine.compare import compare as compare
@@ -19,6 +20,7 @@ from imgsum.errors import ReadError as ReadError
 from imgsum.errors import RefusedError as RefusedError
 from imgsum.errors import TruncatedError as TruncatedError
 from imgsum.errors import UsageError as UsageError
+from imgsum.index.format import Index as Index
 from imgsum.source import Command as Command
 from imgsum.source import OpenOptions as OpenOptions
 from imgsum.sums.check import Report as Report

@@ -58,7 +58,7 @@ def _text(value: object) -> str | None:
 FORMATS = ("raw", "qcow2", "bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc")
 """QEMU's names. `luks` is not one of them: its content for us is the container, as raw."""
 
-OPERANDS = ("bmap",)
+OPERANDS = ("bmap", "index")
 """What -f takes besides: what stands for an image, and has no content of its own. Never a backing file's format."""
 
 COMPRESSED_FORMATS = ("raw.bz2", "raw.gz", "raw.lz4", "raw.lzma", "raw.xz", "raw.zst")

@@ -71,7 +71,7 @@ def add_construction(parser: argparse.ArgumentParser) -> None:
         "-b",
         "--block-size",
         metavar="SIZE",
-        type=_size(parameters.BLOCK_SIZE),
+        type=size(parameters.BLOCK_SIZE),
         help="block size, which is part of what the checksum means (default: 64k)",
     )
     group.add_argument(
@@ -109,14 +109,14 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--request-size",
         metavar="SIZE",
-        type=_size(parameters.REQUEST_SIZE),
+        type=size(parameters.REQUEST_SIZE),
         default=MIB,
         help="the most that one read asks for (default: 1m; of an NBD server half of that, unless SIZE is larger)",
     )
     group.add_argument(
         "--queue-size",
         metavar="SIZE",
-        type=_size(parameters.SIZE),
+        type=size(parameters.SIZE),
         default=16 * MIB,
         help="the most that is in flight over all workers (default: 16m; no more than 32m is used)",
     )
@@ -146,7 +146,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-memory",
         metavar="SIZE",
-        type=_size(parameters.SIZE),
+        type=size(parameters.SIZE),
         default=256 * MIB,
         help="what decompressing a file may take for dictionaries and blocks (default: 256m)",
     )
@@ -159,7 +159,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     trust.add_argument(
         "--max-size",
         metavar="SIZE",
-        type=_size(parameters.SIZE),
+        type=size(parameters.SIZE),
         help="refuse an image with more content than this (with --untrusted: 1t)",
     )
 
@@ -168,10 +168,10 @@ def add_range(parser: argparse.ArgumentParser) -> None:
     """Which part of the content is read."""
     group = parser.add_argument_group("range")
     group.add_argument(
-        "--offset", metavar="SIZE", type=_size(parameters.SIZE), default=0, help="begin at this offset of the content"
+        "--offset", metavar="SIZE", type=size(parameters.SIZE), default=0, help="begin at this offset of the content"
     )
     group.add_argument(
-        "--length", metavar="SIZE", type=_size(parameters.SIZE), help="stop after this many bytes of content"
+        "--length", metavar="SIZE", type=size(parameters.SIZE), help="stop after this many bytes of content"
     )
 
 
@@ -233,14 +233,16 @@ def format_name(name: str) -> str:
     return "vpc" if name == "vhd" else name
 
 
-def _size(rule: parameters.Rule) -> Callable[[str], int]:
+def size(rule: parameters.Rule) -> Callable[[str], int]:
+    """What makes bytes of a text that RULE allows, for argparse."""
+
     def convert(text: str) -> int:
         try:
-            size = parse_size(text)
+            number = parse_size(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(error.reason) from None
-        _obey(rule, size, text)
-        return size
+        _obey(rule, number, text)
+        return number
 
     return convert
 

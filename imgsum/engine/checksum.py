@@ -6,8 +6,10 @@ folds the results in content order.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from imgsum.engine.content import (
@@ -25,7 +27,8 @@ from imgsum.extent import Extent, align, below, coalesce, overlay, tile
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import BlkHash, Construction
 from imgsum.hash.blocks import block_digests, digest_of_block
-from imgsum.source import Command, Image, OpenOptions, options_with, path_or_command
+from imgsum.parameters import SIZE, require
+from imgsum.source import Command, Evidence, Image, OpenOptions, is_index, options_with, path_or_command
 from imgsum.trace import debug
 
 if TYPE_CHECKING:
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 
 SAMPLE = 256
 """Reused data blocks that are read all the same, unless a number is given."""
+
+
+_TICK_NS = 20_000_000
+"""Twice the longest tick of a kernel's clock."""
 
 
 class Checksum(NamedTuple):
@@ -50,10 +57,20 @@ class Checksum(NamedTuple):
     stats: Stats
     note: str | None
     """What a user should know about this value, or None."""
+    reused: Reused | None = None
+    """What came from an index; None: `since` was not asked for."""
 
     def __repr__(self) -> str:
         """What it is of, and the value."""
         return f"<Checksum {self.algorithm}/{self.block_size} {self.hexdigest} of {self.size} bytes of {self.name!r}>"
+
+
+class Reused(NamedTuple):
+    """Blocks that were not read."""
+
+    bytes: int
+    sampled: int
+    """How many of them were read all the same, and compared."""
 
 
 class Task(NamedTuple):
@@ -70,6 +87,8 @@ class Task(NamedTuple):
     """Where the image's index is to be written, if it is."""
     since: Since | None = None
     """Which blocks need not be read."""
+    any_construction: bool = False
+    """An index in place of an image may be of another construction."""
 
 
 class Since(NamedTuple):
@@ -91,22 +110,85 @@ def checksum(
     format: str | None = None,  # noqa: A002  # as in -f
     offset: int | None = None,
     length: int | None = None,
+    index: str | os.PathLike[str] | None = None,
+    since: str | os.PathLike[str] | None = None,
+    bitmap: str | None = None,
+    sample: int = SAMPLE,
     options: OpenOptions | None = None,
 ) -> Checksum:
     """The checksum of IMAGE's content, or of LENGTH bytes of it from OFFSET.
 
     image: a path, `-` for standard input, an NBD URI, or an imgsum.Command. format: the image's; None detects it.
     algorithm: a name that `imgsum algorithms` lists; None is sha256. block_size: bytes, a power of two; None is 64
-    KiB. construction: `blkhash`, or `imageio` for the value that oVirt's imageio reports. options: how the image is
-    opened and read; format, offset and length go before what is in there. Raises an imgsum.Error when not every byte
-    could be read: there is no partial checksum.
+    KiB. construction: `blkhash`, or `imageio` for the value that oVirt's imageio reports. index: where the index of
+    this image is written. since: an index of an earlier state, or what an interrupted run left of one; blocks that
+    certainly did not change are not read, and the algorithm and block size are that index's unless given. bitmap: the
+    dirty bitmap that says which these are. sample: how many of them are read all the same, and compared. options: how
+    the image is opened and read; format, offset and length go before what is in there. Raises an imgsum.Error when not
+    every byte could be read or reused: there is no partial checksum.
     """
     chosen = blkhash.construction(construction, algorithm, block_size)
     options = options_with(options, format=format, offset=offset, length=length)
-    (result,) = checksum_tasks([Task(path_or_command(image, "image"), chosen, options)], options)
+    tasks = index_tasks(
+        [path_or_command(image, "image")],
+        options,
+        chosen,
+        is_chosen=(construction, algorithm, block_size) != ("blkhash", None, None),
+        index=None if index is None else _path(index, "index"),
+        since=None if since is None else _path(since, "since"),
+        bitmap=bitmap,
+        sample=sample,
+    )
+    with tasks as made:
+        (result,) = checksum_tasks(made, options)
     if isinstance(result, Error):
         raise result
     return result
+
+
+def _path(value: Image, parameter: str) -> str:
+    """VALUE as str. Raises UsageError, which names the PARAMETER, for what is no path."""
+    path = path_or_command(value, parameter)
+    if isinstance(path, Command):
+        raise UsageError(f"{parameter}: not a path: {path}")
+    return path
+
+
+@contextlib.contextmanager
+def index_tasks(
+    images: Sequence[str | Command],
+    options: OpenOptions,
+    construction: Construction,
+    *,
+    is_chosen: bool,
+    index: str | None = None,
+    since: str | None = None,
+    bitmap: str | None = None,
+    sample: int | None = None,
+) -> Iterator[list[Task]]:
+    """Tasks for IMAGES, while the context lasts. IS_CHOSEN: the user asked for CONSTRUCTION, no index's own will do.
+
+    INDEX, SINCE, BITMAP, SAMPLE: see checksum(). Raises UsageError for what makes no sense together.
+    """
+    if (index is not None or since is not None) and (len(images) != 1 or options.offset or options.length is not None):
+        raise UsageError("an index is of all of one image: give one, and no --offset or --length")
+    if since is None and (bitmap is not None or sample not in (None, SAMPLE)):
+        raise UsageError("--bitmap and --sample are about blocks that --since reuses, and there is no --since")
+    if sample is not None:
+        require(SIZE, sample=sample)
+    if since is None:
+        yield [Task(image, construction, options, index_path=index, any_construction=not is_chosen) for image in images]
+        return
+    from imgsum.index.format import Index
+
+    with Index(since, partial=True, max_size=options.max_size) as old:
+        if is_chosen and old.construction != construction:
+            raise UsageError(
+                f"the index is of {old.algorithm} over blocks of {old.block_size} bytes, and the checksum is not",
+                name=since,
+            )
+        known = Since(old, bitmap, SAMPLE if sample is None else sample)
+        yield [Task(images[0], old.construction, options, index_path=index, since=known)]
 
 
 def checksum_tasks(
@@ -181,7 +263,9 @@ def _items(tasks: Iterable[Task], opened: list[_Run]) -> Iterator[_Item]:
         opened.append(run)
         try:
             content = run.open()
-            if task.since is None:
+            if content is None:
+                pass
+            elif task.since is None:
                 yield from _items_to_read(run, content, content.start, content.bound)
             else:
                 yield from _items_since(run, content, task.since)
@@ -299,39 +383,69 @@ class _Run:
         self.size: int | None = None
         self.hash: BlkHash | Writer = BlkHash(task.construction)
         self._writer: Writer | None = None
+        self._index: Index | None = None
+        """What is taken for the image."""
         self.done = 0
         self.error: BaseException | None = None
         """The first in content order. Once it is set, workers skip what is left of this image."""
         self.feed_error: BaseException | None = None
         self._task = task
         self._bytes_read = self._zero_bytes = self._reused_bytes = self._extents = self._requests = 0
+        self._sampled = 0
         self._started = time.monotonic()
 
-    def open(self) -> Content:
-        """Open the image. Raises an imgsum.Error, also when it is not as the task says."""
-        if self._task.error is not None:
-            raise self._task.error
-        options, since = self._task.options, self._task.since
-        if since is not None:
-            options = options._replace(bitmap=since.bitmap)
-        content = self.content = open_content(self._task.image, options, self.construction.block_size)
+    def open(self) -> Content | None:
+        """Open the image; None: it is an index. Raises an imgsum.Error, also when it is not as the task says."""
+        task = self._task
+        if task.error is not None:
+            raise task.error
+        if is_index(task.image, task.options):
+            self._open_index(str(task.image))
+            return None
+        options = task.options if task.since is None else task.options._replace(bitmap=task.since.bitmap)
+        content = self.content = open_content(task.image, options, self.construction.block_size)
+        if task.index_path is not None and _wait_for_clock(content.evidence()):
+            self.content = None
+            content.close()  # what was read of it may be older than its evidence says
+            content = self.content = open_content(task.image, options, self.construction.block_size)
         if content.end is not None:
             self.size = content.end - content.start
-            expected = self._task.size
-            if expected is not None and self.size != expected:
-                hint = f" (--length {expected} reads no more of it)" if self.size > expected else ""
-                raise MismatchError(f"has {self.size} bytes, and the sum is of {expected} bytes{hint}")
-        if self._task.index_path is not None:
+            self._check_size(self.size)
+        if task.index_path is not None:
             from imgsum.index.format import Writer
 
             self.hash = self._writer = Writer(
-                self._task.index_path,
+                task.index_path,
                 self.construction,
                 size=self.size,
                 image_format=content.format,
                 evidence=content.evidence(),
             )
         return content
+
+    def _open_index(self, path: str) -> None:
+        """Take the value of the index at PATH, which proves it."""
+        from imgsum.index.format import Index
+
+        task = self._task
+        if task.options.offset or task.options.length is not None:
+            raise UsageError("is an index: it has the value of all of the content, not of a range")
+        if task.index_path is not None or task.since is not None:
+            raise UsageError("is an index, and an image is needed")
+        with Index(path, max_size=task.options.max_size) as index:
+            if index.construction != self.construction and not task.any_construction:
+                raise UsageError(
+                    f"is an index of {index.algorithm} over blocks of {index.block_size} bytes, which is not asked for"
+                )
+            self.size = self.done = index.size
+            self._check_size(self.size)
+            self._index, self.construction = index, index.construction
+
+    def _check_size(self, size: int) -> None:
+        expected = self._task.size
+        if expected is not None and size != expected:
+            hint = f" (--length {expected} reads no more of it)" if size > expected else ""
+            raise MismatchError(f"has {size} bytes, and the sum is of {expected} bytes{hint}")
 
     def count(self, extents: Iterable[Extent]) -> Iterator[Extent]:
         """EXTENTS, counted."""
@@ -351,6 +465,7 @@ class _Run:
                     raise ChangedError(
                         "differs from the index: that is not of what this image was made from", offset=item.part.start
                     )
+                self._sampled += 1
                 return
             self.hash.update(digests)
         elif item.digests is not None:
@@ -382,19 +497,19 @@ class _Run:
         hexdigest = ""
         try:
             if error is None:
-                hexdigest = self.hash.finish(self.done)
+                known = None if self._index is None else self._index.checksum
+                hexdigest = known or self.hash.finish(self.done)
         except Error as unwritten:
             error = unwritten
         self.close(error)
         if error is not None:
             return about_image(error, self.name)
-        assert content is not None
         return Checksum(
             hexdigest=hexdigest,
             algorithm=self.construction.algorithm.name,
             block_size=self.construction.block_size,
             size=self.done,
-            format=content.format,
+            format="index" if content is None else content.format,
             name=self.name,
             construction=self.construction.name,
             stats=Stats(
@@ -406,15 +521,32 @@ class _Run:
                 details,
                 self._reused_bytes,
             ),
-            note=content.note,
+            note=None if content is None else content.note,
+            reused=None if self._task.since is None else Reused(self._reused_bytes, self._sampled),
         )
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back what is open. What an index has so far is kept, unless ERROR says that it may be wrong."""
         if self._writer is not None:
-            self._writer.close(keep=not isinstance(error, ChangedError))
+            since = self._task.since
+            unfinished = since.old if since and since.old.checksum is None else None  # it stays, if it has more
+            has_more = unfinished is None or self.done >= unfinished.blocks * self.construction.block_size
+            self._writer.close(keep=has_more and not isinstance(error, ChangedError))
         if self.content is not None:
             self.content.close()
+
+
+def _wait_for_clock(evidence: Evidence) -> bool:
+    """Wait until a file that is written to from now on has a later ctime than EVIDENCE says. Whether that took time.
+
+    Times move on with the kernel's clock, in ticks of up to 10 ms: two writes in one tick have the same ctime.
+    """
+    changed = max((when for record in evidence if isinstance(when := record.get("ctime_ns"), int)), default=0)
+    age = time.time_ns() - changed
+    if not -_TICK_NS < age < _TICK_NS:  # one in the future is of another clock, or this one was put back
+        return False
+    time.sleep((_TICK_NS - age) / 1e9)
+    return True
 
 
 def about_image(error: BaseException, name: str) -> Error:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from imgsum.engine import mask
 from imgsum.engine.content import (
@@ -28,11 +28,8 @@ from imgsum.errors import UsageError, naming
 from imgsum.extent import Extent, align, coalesce, overlay
 from imgsum.hash.blocks import is_zero
 from imgsum.parameters import FLAG, LIMIT, require
-from imgsum.source import Command, Image, OpenOptions, is_bmap, is_stream, options_with, path_or_command
+from imgsum.source import Command, Image, OpenOptions, is_bmap, is_index, is_stream, options_with, path_or_command
 from imgsum.units import KIB, MIB
-
-if TYPE_CHECKING:
-    from imgsum.engine.compare_bmap import BmapPair
 
 _MAX_PART = 4 * MIB  # bytes of one side, so that two buffers for each worker, and the masks, stay small
 _ALIGNMENT = 64 * KIB  # of extents, so that both sides read whole pages and clusters
@@ -77,7 +74,8 @@ def compare(
 ) -> Comparison:
     """Compare the content of two images, or LENGTH bytes of it from OFFSET.
 
-    The first may be a bmap: then its ranges are compared with the second by their digests.
+    Either may be an index, which stands for its image: then ranges are of whole blocks. The first may be a bmap: then
+    its ranges are compared with the second by their digests.
     A longer image whose rest is all zeros has the same content, unless STRICT. With PREFIX the second is compared as
     far as the first goes, and the rest of it is left. limit: stop after so many differing
     ranges, at least 1, and say whether there are more; None lists all of them, however many there are. format,
@@ -100,10 +98,47 @@ def compare(
         return Comparison(not found, ranges, pair.sizes, complete=len(found) == len(ranges))
 
 
+class AnyPair(Protocol):
+    """Two operands that are compared once: images (Pair), or what stands for them. A context manager."""
+
+    names: tuple[str, str]
+    same_text: str
+    sizes_count: bool
+    """Whether what only the longer image has is looked at."""
+    unit: int
+    """Bytes: what differs is known of such blocks."""
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """See Pair."""
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """See Pair."""
+
+    def stats(self) -> Stats:
+        """See Pair."""
+
+    def differences(self, *, strict: bool = False, progress: Progress | None = None) -> Iterator[Range]:
+        """See Pair."""
+
+    def first_difference(self, *, strict: bool = False, progress: Progress | None = None) -> int | None:
+        """See Pair."""
+
+    def check_unchanged(self) -> None:
+        """See Pair."""
+
+    def __enter__(self) -> Self:
+        """See Pair."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """See Pair."""
+
+
 def open_pair(
     first: str | Command, second: str | Command, options: OpenOptions, second_options: OpenOptions, *, prefix: bool
-) -> Pair | BmapPair:
-    """Open two images, or what stands for the first. PREFIX: see compare(). Raises an imgsum.Error."""
+) -> AnyPair:
+    """Open two images, or what stands for them. PREFIX: see compare(). Raises an imgsum.Error."""
     if is_bmap(second, second_options):
         raise UsageError("is a bmap: it is the first that compare takes", name=str(second))
     if is_bmap(first, options):
@@ -114,6 +149,11 @@ def open_pair(
                 "is a bmap, of which --prefix says nothing: only what it maps is compared", name=str(first)
             )
         return BmapPair(str(first), second, second_options)
+    indexes = is_index(first, options), is_index(second, second_options)
+    if any(indexes):
+        from imgsum.engine.compare_index import IndexPair
+
+        return IndexPair(first, second, options, second_options, are_indexes=indexes, prefix=prefix)
     return Pair(first, second, options, second_options, prefix=prefix)
 
 
@@ -122,7 +162,7 @@ class Pair:
 
     same_text = "images are identical"
     sizes_count = True
-    """Whether what only the longer image has is looked at."""
+    unit = 1
 
     def __init__(
         self,

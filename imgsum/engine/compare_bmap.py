@@ -24,6 +24,7 @@ class BmapPair:
 
     same_text = "the mapped ranges are as the bmap says"
     sizes_count = False
+    unit = 1
 
     def __init__(self, bmap: str, image: str | Command, options: OpenOptions) -> None:
         """Open both; OPTIONS are for the image. Raises an imgsum.Error."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from imgsum.engine.pool import WORKERS, Worker, page_aligned
 from imgsum.errors import OpenError, ReadError, RefusedError
 from imgsum.extent import Extent, tile
-from imgsum.source import Command, Evidence, OpenOptions, Reader, Source, open_source
+from imgsum.source import Command, Evidence, OpenOptions, Reader, Source, open_source, same_evidence
 from imgsum.source.stream import Sequential
 from imgsum.units import GIB, MAX_SIZE, MIB
 
@@ -199,12 +199,12 @@ class _Range:
             if clean is None:
                 raise RefusedError("has no dirty bitmaps that are read here: a qcow2 image or an NBD export has")
             return tile(clean(bitmap), self.start, self.bound)
-        if any("block_device" in record for record in self.evidence()):
-            raise RefusedError("is on a block device, and no time says when that was written to: read it all")
         if image_format == self.format and same_evidence(evidence, self.evidence()):
             return iter([Extent(self.start, self.bound - self.start, True)])
         unchanged = getattr(self._source, "unchanged", None)
         found = None if unchanged is None else unchanged(image_format, evidence)
+        if found is None and any("block_device" in record for record in self.evidence()):
+            raise RefusedError("is on a block device, and no time says when that was written to: read it all")
         if found is None:
             raise RefusedError(
                 "is not the image of the index, nor one on top of it: nothing is certain, so read it all"
@@ -215,15 +215,6 @@ class _Range:
         for reader in list(self._readers.values()):
             reader.close()
         self._source.close()
-
-
-def same_evidence(one: Evidence, other: Evidence) -> bool:
-    """Whether both are of the same files, wherever those are seen from, at the same time. Nothing is not the same."""
-
-    def known(evidence: Evidence) -> Evidence:
-        return [{key: value for key, value in record.items() if key != "path"} for record in evidence]
-
-    return bool(one) and all("ctime_ns" in record for record in one) and known(one) == known(other)
 
 
 def _note_of_size(source: Source) -> str | None:

@@ -34,10 +34,8 @@ from imgsum.errors import (
 )
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import BlkHash, Construction
+from imgsum.source.detect import INDEX_MAGIC
 from imgsum.units import KIB, MAX_SIZE, MIB
-
-MAGIC = b'{"imgsum_index": 1,'
-"""What an index begins with."""
 
 _RECORD = struct.Struct("<Q")
 _COUNT_BITS = 56
@@ -107,6 +105,7 @@ class Writer:
         self._finished = False
         self._temporary = f"{path}.{os.urandom(4).hex()}.partial"
         with _errors_of(path):
+            _refuse_other(path)
             fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             self._file = open(fd, "wb", buffering=256 * KIB)  # noqa: SIM115  # close() closes it
             self._file.write(self._header_line())
@@ -145,6 +144,9 @@ class Writer:
             os.replace(self._temporary, self._path)
             self._finished = True
             self._file.close()
+        with suppress(OSError, OpenError):
+            _refuse_other(self._path + ".partial")
+            os.unlink(self._path + ".partial")  # nobody needs it any more
         return checksum
 
     def close(self, *, keep: bool) -> None:
@@ -156,6 +158,7 @@ class Writer:
                 self._flush()
                 self._checkpoint()
                 self._sync()
+                _refuse_other(self._path + ".partial")
                 os.replace(self._temporary, self._path + ".partial")
         with suppress(OSError):
             self._file.close()
@@ -228,11 +231,12 @@ class Index:
         self.path = path
         with _errors_of(path, "can't be read"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            self._file = open(fd, "rb", buffering=256 * KIB)  # noqa: SIM115  # close() closes it
-        try:
             self._status = os.fstat(fd)
             if not stat.S_ISREG(self._status.st_mode):
+                os.close(fd)
                 raise OpenError("is not a regular file", name=path)
+            self._file = open(fd, "rb", buffering=256 * KIB)  # noqa: SIM115  # close() closes it
+        try:
             with naming(path), _errors_of(path, "can't be read"):
                 self._read_header()
                 if max_size is not None and self.size > max_size:
@@ -306,7 +310,7 @@ class Index:
 
     def _read_header(self) -> None:
         line = self._file.readline(_MAX_HEADER)
-        if not line.startswith(MAGIC):
+        if not line.startswith(INDEX_MAGIC):
             raise FormatError("is not an index")
         if not line.endswith(b"\n"):
             raise TruncatedError("truncated: the index ends in its header")
@@ -365,7 +369,7 @@ class Index:
                 else:
                     raise FormatError(f"damaged: record {records} of the index is not as it should be")
                 at += count
-        except FormatError:
+        except TruncatedError:
             if not (partial and self.blocks):
                 raise
 
@@ -395,6 +399,21 @@ class _errors_of:  # noqa: N801  # used like contextlib.suppress
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
         if isinstance(error, OSError):
             raise OpenError(f"the index {self._problem}: {os_error_reason(error)}", name=self._path) from error
+
+
+def _refuse_other(path: str) -> None:
+    """Raise OpenError if PATH is anything but an index, which may be replaced: it could be the image."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OpenError("is not a regular file, so no index is written there", name=path)
+        if os.pread(fd, len(INDEX_MAGIC), 0) not in (INDEX_MAGIC, b""):
+            raise OpenError("is there, and is no index: it is not overwritten", name=path)
+    finally:
+        os.close(fd)
 
 
 def _number(header: dict[str, object], key: str, limit: int) -> int:

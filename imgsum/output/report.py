@@ -13,8 +13,7 @@ TYPE_CHECKING = False  # as in typing, whose import takes 3 ms
 if TYPE_CHECKING:
     from imgsum.commands.options import Arguments
     from imgsum.engine.checksum import Checksum
-    from imgsum.engine.compare import Pair
-    from imgsum.engine.compare_bmap import BmapPair
+    from imgsum.engine.compare import AnyPair
     from imgsum.engine.content import Stats
     from imgsum.sums.check import Tally, Verdict
 
@@ -145,9 +144,19 @@ def checksum_json(result: Checksum, offset: int = 0, length: int | None = None, 
         record["offset"] = offset
     if length is not None:
         record["length"] = length
+    if result.reused is not None:
+        record |= {"reused_bytes": result.reused.bytes, "sampled_blocks": result.reused.sampled}
     if stats:
         record["stats"] = stats_record(result.stats)
     return to_json(record)
+
+
+def reuse_text(result: Checksum) -> str:
+    """How much of RESULT came from an index."""
+    assert result.reused is not None
+    reused, sampled = result.reused
+    whole = human_size(result.size)
+    return f"{human_size(reused)} of {whole} came from the index ({sampled} of its blocks were read, and are the same)"
 
 
 def error_json(error: Error) -> str:
@@ -217,13 +226,14 @@ def range_json(start: int, length: int) -> str:
     return f'{{"schema": {SCHEMA}, "start": {start}, "length": {length}}}'
 
 
-def comparison_json(pair: Pair | BmapPair, stats: Stats | None, **verdict: object) -> str:
+def comparison_json(pair: AnyPair, stats: Stats | None, **verdict: object) -> str:
     """What became of PAIR as one JSON object: VERDICT, and its images."""
     images = [
         {**name_record(name), "size": size, "format": image_format}
         for name, size, image_format in zip(pair.names, pair.sizes, pair.formats, strict=True)
     ]
-    record = {"schema": SCHEMA, **verdict, "images": images}
+    unit = {} if pair.unit == 1 else {"block_size": pair.unit}
+    record = {"schema": SCHEMA, **verdict, **unit, "images": images}
     return to_json({**record, "stats": stats_record(stats)} if stats else record)
 
 
@@ -256,9 +266,10 @@ def stats_text(stats: Stats) -> str:
     """STATS for a person."""
     rate = stats.bytes_read / stats.seconds / 1e9 if stats.seconds > 0 else 0.0
     details = "".join(f", {key.replace('_', ' ')}: {value}" for key, value in stats.details.items())
+    reused = f", reused {human_size(stats.reused_bytes)}" if stats.reused_bytes else ""
     return (
         f"read {human_size(stats.bytes_read)} in {stats.requests} requests, skipped {human_size(stats.zero_bytes)}"
-        f" of zeros, {stats.extents} extents, {stats.seconds:.3f} s ({rate:.2f} GB/s){details}"
+        f" of zeros{reused}, {stats.extents} extents, {stats.seconds:.3f} s ({rate:.2f} GB/s){details}"
     )
 
 

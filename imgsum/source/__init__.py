@@ -206,8 +206,17 @@ Evidence = list[dict[str, object]]
 """What tells an image's content from a later one: a record for each file, in the order of the chain.
 
 A file's record has `path`, `device`, `inode`, `size` (bytes), `mtime_ns` and `ctime_ns`. Two images of one format whose
-records are equal, but for the paths, have the same content, as far as timestamps can tell.
+records are equal, but for the paths, have the same content, as far as timestamps can tell: see same_evidence().
 """
+
+
+def same_evidence(one: Evidence, other: Evidence) -> bool:
+    """Whether both are of the same files, wherever those are seen from, at the same time. Nothing is not the same."""
+
+    def known(evidence: Evidence) -> Evidence:
+        return [{key: value for key, value in record.items() if key != "path"} for record in evidence]
+
+    return bool(one) and all("ctime_ns" in record for record in one) and known(one) == known(other)
 
 
 class Source(Protocol):
@@ -354,16 +363,28 @@ def is_stream(image: str) -> bool:
 
 
 def is_bmap(image: str | Command, options: OpenOptions) -> bool:
-    """Whether IMAGE is a bmap, and no image: -f says so, or its name and its first bytes do. Never the bytes alone.
-
-    Raises RefusedError for a file that is named like a bmap, and begins like none.
-    """
-    if options.format is not None:
-        return options.format == "bmap"
-    if not isinstance(image, str) or not image.lower().endswith(".bmap") or is_nbd_uri(image) or is_stream(image):
-        return False
+    """Whether IMAGE is a bmap, and no image: see is_index()."""
     from imgsum.source.detect import begins_as_bmap
 
+    return _is_operand(image, options, "bmap", begins_as_bmap)
+
+
+def is_index(image: str | Command, options: OpenOptions) -> bool:
+    """Whether IMAGE is an index, and no image: -f says so, or its name and its first bytes do.
+
+    Never the bytes alone: a guest may write an index to its raw disk, and would choose what is read instead of it.
+    Raises RefusedError for a file that is named like an index, and begins like none.
+    """
+    from imgsum.source.detect import INDEX_MAGIC
+
+    return _is_operand(image, options, "index", lambda head: head.startswith(INDEX_MAGIC))
+
+
+def _is_operand(image: str | Command, options: OpenOptions, kind: str, begins_so: Callable[[bytes], bool]) -> bool:
+    if options.format is not None:
+        return options.format == kind
+    if not isinstance(image, str) or not image.lower().endswith(f".{kind}") or is_nbd_uri(image) or is_stream(image):
+        return False
     try:
         fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -372,9 +393,30 @@ def is_bmap(image: str | Command, options: OpenOptions) -> bool:
             os.close(fd)
     except (OSError, ValueError):
         return False  # opening it will say why
-    if not begins_as_bmap(begins):
-        raise RefusedError("is named .bmap, and does not begin as one: it is damaged, or say -f raw", name=image)
+    if not begins_so(begins):
+        raise RefusedError(f"is named .{kind}, and does not begin as one: it is damaged, or say -f raw", name=image)
     return True
+
+
+def is_file(image: str) -> bool:
+    """Whether IMAGE is the name of a file or device whose bytes can be read anywhere."""
+    return not is_nbd_uri(image) and not is_stream(image) and not image.startswith("[ ")
+
+
+def is_other_format(path: str) -> bool:
+    """Whether the file PATH, which need not be there, is of a format that is not raw."""
+    from imgsum.source.file import HostFile
+
+    try:
+        file = HostFile(path, path, OpenOptions(force_share=True))
+    except Error:
+        return False
+    try:
+        return _detect(path, file) != "raw"
+    except RefusedError:
+        return True
+    finally:
+        file.close()
 
 
 def _decompress(file: HostFile | Stream, options: OpenOptions, name: str) -> Sequential:
@@ -403,6 +445,8 @@ def _open_file(path: str, options: OpenOptions) -> Source | Sequential:
 
     if is_bmap(path, options):
         raise UsageError("is a bmap, which has digests of parts of an image: `imgsum compare` verifies an image by it")
+    if is_index(path, options):
+        raise UsageError("is an index, and an image is needed")
     file = HostFile(path, path, options)
     try:
         name = options.format or _detect(path, file)

@@ -13,6 +13,9 @@ from imgsum.errors import FormatError
 
 HEAD_SIZE = TAIL_SIZE = 512
 
+INDEX_MAGIC = b'{"imgsum_index": 1,'
+"""What an index of an image begins with: see imgsum/index/format.py."""
+
 
 def begins_as_bmap(head: bytes) -> bool:
     """Whether a file may be one of bmaptool's: XML, or signed."""
@@ -99,6 +102,8 @@ def not_a_disk(head: bytes, name: str) -> str | None:
     if command is not None:
         option = f", or -f raw.{kind}," if kind else ""
         return f"is compressed: `{command}{file} | imgsum checksum`{option} reads what is in it ({_OWN_BYTES})"
+    if head.startswith(INDEX_MAGIC):
+        return f"is an index of an image, under a name that does not end in .index: -f index reads it ({_OWN_BYTES})"
     for magic, what, advice in _PACKAGES:
         if head.startswith(magic):
             return f"is {what}, not a disk: {advice} ({_OWN_BYTES})"

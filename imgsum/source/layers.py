@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from imgsum.errors import Error, RefusedError, TruncatedError
 from imgsum.extent import Extent
+from imgsum.source import Evidence, same_evidence
 from imgsum.source.compressed import Decompress, EndsEarlyError, WholeClusters
 from imgsum.source.file import DIRECT_ALIGN, Holes, HostFile, cache_details
 from imgsum.source.tables import TableCache
@@ -89,6 +90,8 @@ class Uncompressed:
 class RawLayer(Uncompressed):
     """A raw file. Satisfies Layer. As the bottom of a chain QEMU pads it with zeros, and so does a Layer."""
 
+    format = "raw"
+
     def __init__(self, file: HostFile) -> None:
         self.files = [file]
         self.size = file.size
@@ -152,9 +155,18 @@ class LayeredSource:
     """The content of an image with all that it refers to. Satisfies Source."""
 
     def __init__(
-        self, format_name: str, layers: Sequence[Layer], files: Sequence[HostFile], note: str | None = None
+        self,
+        format_name: str,
+        layers: Sequence[Layer],
+        files: Sequence[HostFile],
+        note: str | None = None,
+        *,
+        snapshot: str | None = None,
     ) -> None:
-        """LAYERS, the first is the image. FILES are all that were opened, its own first: they are closed with this."""
+        """LAYERS, the first is the image. FILES are all that were opened, in that order: they are closed with this.
+
+        SNAPSHOT: the internal snapshot of the image that is read.
+        """
         self.format = format_name
         self.name = files[0].name
         self.size = layers[0].size
@@ -162,6 +174,7 @@ class LayeredSource:
         """What a user should know of the value."""
         self.layers = layers
         self.files = files
+        self._snapshot = snapshot
         self._holes = [[Holes(file) for file in layer.files] for layer in layers]
         self._whole = WholeClusters()
 
@@ -183,6 +196,28 @@ class LayeredSource:
         """See Source. Each file of the chain."""
         for file in self.files:
             file.check_unchanged()
+
+    def evidence(self) -> Evidence:
+        """See Source. The files of the chain in its order, each image's external data file after it."""
+        records = [file.evidence() for file in self.files]
+        if self._snapshot is not None:
+            records[0]["snapshot"] = self._snapshot
+        return records
+
+    def unchanged(self, image_format: str, evidence: Evidence) -> Iterator[Extent] | None:
+        """See Source. What no layer above the image of that evidence has: neither data nor zeros."""
+        records = self.evidence()
+        for depth, layer in enumerate(self.layers[1:], 1):
+            own_file = getattr(layer, "file", None) or next(iter(layer.files), None)
+            if getattr(layer, "format", self.format) != image_format or own_file not in self.files:
+                continue
+            if same_evidence(evidence, records[self.files.index(own_file) :]):
+                return self._not_above(depth)
+        return None
+
+    def _not_above(self, layer: int) -> Iterator[Extent]:
+        for depth, run in resolve(self.layers, 0, self.size):
+            yield Extent(run.start, run.length, depth >= layer)
 
     def details(self) -> dict[str, object]:
         """See Source."""

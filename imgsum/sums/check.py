@@ -6,6 +6,7 @@ success by accident: what could not be verified has a verdict that says so, in t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import stat
@@ -19,7 +20,7 @@ from imgsum.errors import Error, MismatchError, OpenError, RefusedError, UsageEr
 from imgsum.hash import blkhash
 from imgsum.hash.blkhash import Construction
 from imgsum.parameters import FLAG, require, shown
-from imgsum.source import OpenOptions, detect, is_nbd_uri, is_stream, options_with, path_or_command
+from imgsum.source import OpenOptions, detect, is_index, is_nbd_uri, is_stream, options_with, path_or_command
 from imgsum.source.stream import stream_descriptor
 from imgsum.sums.grammar import CHUNK, Line, MalformedError, parse_line, read_lines, tool_of
 from imgsum.units import MIB
@@ -303,7 +304,7 @@ def _verdict(entry: _Entry, sums: str, result: Checksum | Error) -> Verdict:
         if line.format not in (None, result.format):
             note = f"the format is {result.format}, and the sum was made of {line.format}: the content is the same"
         return Verdict(OK, sums, line.number, line, result, None, note)
-    return Verdict(MISMATCH, sums, line.number, line, result, _explain_mismatch(line, result))
+    return Verdict(MISMATCH, sums, line.number, line, result, _explain_mismatch(line, result, sums))
 
 
 def _explain_command(line: Line, error: Error) -> None:
@@ -312,7 +313,7 @@ def _explain_command(line: Line, error: Error) -> None:
         error.reason += " (a sums file never runs a command)"
 
 
-def _explain_mismatch(line: Line, result: Checksum) -> Error:
+def _explain_mismatch(line: Line, result: Checksum, sums: str) -> Error:
     """That the content differs, and what may have led to that."""
     reasons = [_DIFFERS]
     if line.size not in (None, result.size):  # a stream's size is known only at its end
@@ -321,7 +322,22 @@ def _explain_mismatch(line: Line, result: Checksum) -> Error:
         reasons.append(f"the device has {result.size} bytes: for a smaller image, give its size as --length")
     if result.note:
         reasons.append(result.note)
+    if line.range is None and result.format != "index" and (index := _index_beside(result.name, sums)):
+        reasons.append(f"`imgsum compare {shlex.quote(index)} {shlex.quote(result.name)} --all` shows where")
     return MismatchError("; ".join(reasons), name=result.name)
+
+
+def _index_beside(image: str, sums: str) -> str | None:
+    """The index of the file IMAGE that lies beside it, or beside the file SUMS; None: there is none."""
+    if is_nbd_uri(image) or is_stream(image):
+        return None
+    name = f"{image}.index"
+    beside_sums = os.path.join(os.path.dirname(sums), os.path.basename(name))
+    for path in (name, beside_sums) if sums != "-" else (name,):
+        with contextlib.suppress(OSError, Error, ValueError):
+            if os.path.isfile(path) and is_index(path, OpenOptions()):
+                return path
+    return None
 
 
 def _is_of_the_file(verdict: Verdict) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from imgsum.errors import ChangedError, Error, FormatError, OpenError, ReadError, RefusedError, UsageError
 from imgsum.extent import Extent
-from imgsum.source import OpenOptions
+from imgsum.source import Evidence, OpenOptions
 from imgsum.source.nbd.connection import ALLOCATION, DIRTY_BITMAP, Connection
 from imgsum.units import GIB, KIB, MIB
 
@@ -218,6 +218,10 @@ class NbdSource:
 
     def check_unchanged(self) -> None:
         """See Source. NBD has no way to tell."""
+
+    def evidence(self) -> Evidence:
+        """See Source. Certain of nothing."""
+        return [{"nbd_size": self.size}]
 
     def details(self) -> dict[str, object]:
         """See Source."""

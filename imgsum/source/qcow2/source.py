@@ -55,7 +55,7 @@ class Qcow2Source(LayeredSource):
 
     def __init__(self, layers: Sequence[Layer], files: Sequence[HostFile], options: OpenOptions) -> None:
         """See LayeredSource; OPTIONS: how it was opened."""
-        super().__init__("qcow2", layers, files)
+        super().__init__("qcow2", layers, files, snapshot=options.snapshot)
         self._options = options
 
     def clean(self, bitmap: str) -> Iterator[Extent]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from imgsum.errors import Error, MissingError, OpenError, RefusedError, UsageError, naming, os_error_reason
 from imgsum.extent import Extent
-from imgsum.source import NATIVE, Command, OpenOptions
+from imgsum.source import NATIVE, Command, Evidence, OpenOptions
 from imgsum.source.backing import backing_file
 from imgsum.source.file import HostFile, cache_details
 from imgsum.source.layers import LayeredSource
@@ -120,6 +120,10 @@ class ServedSource(NbdSource):
         """See Source. For a command's export there is no way to tell."""
         for file in self._files:
             file.check_unchanged()
+
+    def evidence(self) -> Evidence:
+        """See Source. A command's export has what NBD has."""
+        return [file.evidence() for file in self._files] or super().evidence()
 
     def details(self) -> dict[str, object]:
         """See Source."""
