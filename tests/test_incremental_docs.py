@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import reference
 from conftest import find_tool
-from reference import MIB
+from reference import KIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = dict(re.findall(r"```sh\n# (\w+)\n(.*?)```", (ROOT / "docs" / "incremental.md").read_text(), re.DOTALL))
@@ -37,7 +38,7 @@ def run(recipe: str, directory: Path) -> str:
 
 
 def test_all_recipes_are_run() -> None:
-    assert set(RECIPES) == {"nightly", "resume", "mend"}
+    assert set(RECIPES) == {"nightly", "begin", "pull", "offline", "resume", "mend"}
 
 
 def test_a_nightly_chain(tmp_path: Path) -> None:
@@ -64,3 +65,22 @@ def test_a_failed_transfer(tmp_path: Path) -> None:
     printed = run("mend", tmp_path)
     assert printed == f"# 2 ranges, {MIB + 65536} bytes\nimages are identical\n"
     assert (tmp_path / "copy.raw").read_bytes() == (tmp_path / "disk.raw").read_bytes()[: 3 * MIB]
+
+
+def test_a_running_guest(tmp_path: Path) -> None:
+    for name in ("qemu-io", "qemu-nbd"):
+        find_tool(name)
+    reference.write("2m:A 2m:- 1m:R", tmp_path / "raw")
+    subprocess.run([find_tool("qemu-img"), "convert", "-O", "qcow2", "raw", "disk.qcow2"], cwd=tmp_path, check=True)
+    before = run("begin", tmp_path).split()[0]
+    try:
+        pulled = [line.split()[0] for line in run("pull", tmp_path).splitlines() if "nbd+unix" in line]
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((tmp_path / "nbd.pid").read_text()), 15)
+    content = bytearray((tmp_path / "raw").read_bytes())
+    content[MIB : MIB + 64 * KIB] = b"\7" * (64 * KIB)
+    expected = reference.blkhash(bytes(content))
+    assert before != expected
+    assert pulled == [expected]
+    assert run("offline", tmp_path).split()[0] == expected
