@@ -118,7 +118,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=size(parameters.SIZE),
         default=16 * MIB,
-        help="the most that is in flight over all workers (default: 16m; no more than 32m is used)",
+        help="the most that is in flight over all workers (default: 16m; no more is used)",
     )
     group.add_argument(
         "--reader",
