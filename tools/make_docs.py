@@ -15,7 +15,6 @@ from imgsum import __version__
 from imgsum.commands import COMMANDS
 from imgsum.commands import parser as parsers
 from imgsum.hash import algorithms
-from imgsum.parameters import COMPRESSED_FORMATS, FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -123,15 +122,13 @@ def completions() -> dict[Path, str]:
 
 
 def _complete_values(parser: argparse.ArgumentParser) -> None:
-    """Names are files; -a and -f have the values that are there with every Python and system."""
+    """Names are files; -a has the values that every Python and system has. The parser has those of -f."""
     for action in parser._actions:  # noqa: SLF001  # argparse has no public list
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for command in action.choices.values():
                 _complete_values(command)
         elif not action.option_strings or action.dest in parsers.TAKE_A_FILE:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads it
-        elif action.dest in ("format", "second_format"):
-            action.choices = FORMATS + COMPRESSED_FORMATS
         elif action.dest == "algorithm":
             names = {
                 algorithms.canonical(name) for name in hashlib.algorithms_guaranteed if not name.startswith("shake")
